@@ -1,0 +1,224 @@
+"""Integer-answer mathematics with a Python tool, by SAO.
+
+  python experiments/run.py --config=configs/beyondaime.py          the embedded default: two cores, no network
+  python experiments/run.py --config=configs/beyondaime.py:grpo     a baseline on the same task
+  configs/beyondaime.py:paper                                       every number of the paper, with its source
+
+Variants: sao (default), grpo_dis, grpo, vapo, running_mean; paper.
+"""
+
+from ml_collections import ConfigDict
+
+VARIANTS = ('sao', 'grpo_dis', 'grpo', 'vapo', 'running_mean', 'paper')
+
+
+def get_config(variant: str = 'sao') -> ConfigDict:
+  """The whole configuration of a run, locked. A variant is a diff on the embedded default."""
+  if variant not in VARIANTS:
+    raise ValueError(f'variant {variant!r} is unknown: choose one of {", ".join(VARIANTS)}')
+  config = _embedded()
+  config.variant = variant
+  if variant == 'paper':
+    _paper(config)
+  else:
+    _baseline(config, variant)
+  return config.lock()
+
+
+def _embedded() -> ConfigDict:
+  """SAO on procedural problems with a decoder of about 100k parameters."""
+  c = ConfigDict()
+  c.variant = 'sao'
+  c.seed = 0
+
+  c.data = ConfigDict()
+  c.data.path = ''  # a .jsonl or .csv file of problems; '' makes problems up
+  c.data.heldout_path = ''  # the same for evaluation; '' makes them up, or uses data.path
+  c.data.kinds = ('arithmetic', 'modular', 'counting')  # of made-up problems
+  c.data.levels = (1, 2)  # of difficulty, 1 to 4
+
+  c.env = ConfigDict()
+  c.env.max_turns = 3  # tool calls and answer; the call that would exceed it ends the episode
+  c.env.observation_bytes = 24  # of tool output that the agent sees
+  c.env.max_turn_tokens = 48  # sampled in one turn
+  c.env.max_tokens = 128  # of the whole episode, prompt and observations included
+  c.env.temperature = 1.0  # of sampling; training uses the same
+
+  c.sandbox = ConfigDict()
+  c.sandbox.num_workers = 2  # calls that run at once
+  c.sandbox.timeout_s = 2.0  # of one call
+  c.sandbox.memory_mb = 256  # of one call
+  c.sandbox.output_bytes = 4096  # read from one call
+
+  c.model = ConfigDict()
+  c.model.width = 64
+  c.model.num_layers = 2
+  c.model.num_heads = 4
+  c.model.num_kv_heads = 2
+  c.model.head_dim = 16
+  c.model.mlp_width = 192
+  c.model.num_experts = 0  # 0: a dense decoder
+  c.model.rope_theta = 10000.0
+  c.model.norm_eps = 1e-6
+  c.model.qk_norm = True
+  c.model.tied = True
+  c.model.dtype = 'float32'  # of compute; masters are float32
+  c.model.remat = 'none'
+
+  c.engine = ConfigDict()
+  c.engine.num_slots = 128  # episodes that decode together
+  c.engine.decode_steps = 8  # tokens between looks at new requests and weights
+  c.engine.prefill_rows = 16  # prompts or observations of one prefill call
+  c.engine.prefill_buckets = (16, 48)  # lengths that are compiled
+
+  c.supervised = ConfigDict()  # the warm start on scripted demonstrations
+  c.supervised.num_steps = 1000
+  c.supervised.num_demonstrations = 20000
+  c.supervised.batch_size = 64  # demonstrations a step
+  c.supervised.learning_rate = 3e-3
+  c.supervised.warmup_steps = 50
+  c.supervised.tool_share = 0.5  # demonstrations that use the tool; the others answer at once
+  c.supervised.slip_share = 0.2  # of those, how many slip in the first call
+
+  c.value = ConfigDict()  # value pretraining: critic only, on rollouts of the warm start
+  c.value.num_batches = 6  # of train.batch_size episodes; the paper uses 6k rollouts
+  c.value.updates_per_batch = 4  # calls of K critic updates on each batch
+  c.value.head = 'scalar'  # or 'categorical' (HL-Gauss)
+  c.value.low = 0.0  # support of the categorical head: the range of returns
+  c.value.high = 1.0
+  c.value.num_bins = 51
+  c.value.sigma_ratio = 0.75
+
+  c.sao = ConfigDict()
+  c.sao.objective = 'dis'  # or ppo, decoupled_ppo, icepop, cispo, gspo, reinforce
+  c.sao.eps_low = 0.3  # section 3.1, mathematics: kept region 0.7 < r < 6
+  c.sao.eps_high = 5.0
+  c.sao.clip_low = 0.2  # of objectives that clip (ppo, gspo, cispo): 1 - clip_low
+  c.sao.clip_high = 0.28  # clip-higher
+  c.sao.advantages = 'gae'  # or group_relative, leave_one_out, running_mean
+  c.sao.normalize_std = True  # group_relative only
+  c.sao.baseline_window = 8  # running_mean: rewards that are remembered, section 4.3
+  c.sao.baseline_key = 'prompt'  # running_mean: a window for each prompt, or one 'global' window
+  c.sao.discount = 1.0  # unstated in the paper
+  c.sao.alpha = 1.5  # lambda_policy = 1 - 1 / (alpha l), section 3.2
+  c.sao.critic_lambda = 1.0  # the critic's target is the return, section 3.2
+  c.sao.critic_updates = 2  # K, section 3.2; 0 without a critic
+  c.sao.advantage_values = 'after'  # the K updates; or 'before'
+  c.sao.freeze_attention = True  # of the critic, section 3.2
+  c.sao.bootstrap_truncated = False  # True: a budget that ends an episode is no verdict on it
+  c.sao.policy_freeze_steps = 5  # critic-only updates at the start of RL; unstated in the paper
+  c.sao.policy_minibatches = 1  # sequential policy steps an update
+
+  c.policy = ConfigDict()  # AdamW of the policy
+  c.policy.learning_rate = 1e-3
+  c.policy.warmup_steps = 5
+  c.policy.b1 = 0.9
+  c.policy.b2 = 0.95
+  c.policy.eps = 1e-8
+  c.policy.weight_decay = 0.0
+  c.policy.clip_norm = 1.0
+
+  c.critic = ConfigDict()  # AdamW of the critic; steps are critic updates
+  c.critic.learning_rate = 5e-3
+  c.critic.warmup_steps = 10
+  c.critic.b1 = 0.9
+  c.critic.b2 = 0.95
+  c.critic.eps = 1e-8
+  c.critic.weight_decay = 0.0
+  c.critic.clip_norm = 1.0
+
+  c.train = ConfigDict()
+  c.train.num_steps = 100
+  c.train.batch_size = 64  # trajectories an update
+  c.train.group_size = 1  # episodes a prompt
+  c.train.micro_rows = 16  # packed rows of env.max_tokens of one forward pass
+  c.train.logprob_chunk = 1024  # tokens whose logits are alive at once
+  c.train.save_every = 20  # updates
+  c.train.keep = 2  # checkpoints
+  c.train.max_skipped_in_row = 10  # updates that are not finite; then the run ends with exit code 3
+
+  c.runtime = ConfigDict()
+  c.runtime.mode = 'async'  # or 'sync': one batch at a time, for comparison
+  c.runtime.pipeline_depth = 1  # batches in flight beyond the one that trains: the usual lag
+  c.runtime.max_staleness = 8  # versions; older tokens are masked and counted
+  c.runtime.retries = 2  # further episodes of a prompt after an infrastructure failure
+  c.runtime.max_failures_in_row = 64
+  c.runtime.episode_timeout_s = 120.0
+  c.runtime.stall_timeout_s = 300.0  # without any progress the run ends with exit code 3
+
+  c.evaluation = ConfigDict()
+  c.evaluation.every = 20  # updates
+  c.evaluation.num_problems = 256  # held out from training by their text
+  c.evaluation.samples = 1  # episodes a problem
+  c.evaluation.temperature = 1.0  # the paper's evaluation: temperature 1, top-p 1
+  return c
+
+
+def _baseline(c: ConfigDict, variant: str) -> None:
+  """The methods that SAO is compared with, as diffs."""
+  if variant in ('grpo', 'grpo_dis'):
+    c.train.group_size = 8  # section 4.1: 16 prompts x 8
+    c.sao.advantages = 'group_relative'
+    c.sao.critic_updates = 0
+    c.sao.policy_freeze_steps = 0
+    c.value.num_batches = 0
+  if variant in ('grpo', 'vapo'):
+    c.sao.objective = 'ppo'  # the ratio is to the latest policy before the update
+    c.sao.policy_minibatches = 2
+  if variant == 'vapo':
+    c.sao.freeze_attention = False
+    c.sao.critic_updates = 1
+  if variant == 'running_mean':
+    c.sao.advantages = 'running_mean'
+    c.sao.baseline_key = (
+      'global'  # made-up prompts do not come back; as in the online simulation (4.5)
+    )
+    c.sao.baseline_window = 128
+    c.sao.critic_updates = 0
+    c.sao.policy_freeze_steps = 0
+    c.value.num_batches = 0
+
+
+def _paper(c: ConfigDict) -> None:
+  """The paper's run: arXiv 2607.07508, section 4.1 where nothing else is said. Needs a cluster and data."""
+  c.data.path = 'data/train.jsonl'  # the paper's training problems are not public: bring your own
+  c.data.heldout_path = 'data/beyondaime.jsonl'
+  c.env.max_turns = 50  # tool turns in evaluation
+  c.env.observation_bytes = 8192  # unstated
+  c.env.max_turn_tokens = 131072  # no limit below the episode's
+  c.env.max_tokens = 131072  # 128k tokens
+  c.sandbox.num_workers = 64  # unstated
+  c.sandbox.timeout_s = 10.0  # unstated
+  c.sandbox.memory_mb = 1024  # unstated
+  c.sandbox.output_bytes = 65536  # unstated
+  c.model.width = 2048  # Qwen3-30B-A3B-Thinking-2507, its published config
+  c.model.num_layers = 48
+  c.model.num_heads = 32
+  c.model.num_kv_heads = 4
+  c.model.head_dim = 128
+  c.model.mlp_width = 768  # of one expert
+  c.model.num_experts = 128
+  c.model.rope_theta = 1e7
+  c.model.tied = False
+  c.model.dtype = 'bfloat16'
+  c.model.remat = 'full'
+  c.engine.num_slots = 256  # unstated
+  c.engine.prefill_buckets = (512, 4096, 32768)  # unstated
+  c.supervised.num_steps = 0  # the paper fine-tunes for 3 epochs on tool-integrated reasoning
+  c.value.num_batches = 47  # 6k rollouts of the initial policy in batches of 128 (3.2)
+  c.value.updates_per_batch = 1  # unstated
+  c.sao.bootstrap_truncated = True  # unstated
+  c.sao.policy_freeze_steps = 0  # unstated
+  c.policy.learning_rate = 1e-6  # 3.2
+  c.policy.warmup_steps = 0  # unstated
+  c.critic.learning_rate = 5e-6  # 3.2
+  c.critic.warmup_steps = 10  # 3.2
+  c.train.num_steps = 400  # the ablations stop at 400 steps (A.1)
+  c.train.batch_size = 128
+  c.train.micro_rows = 1  # unstated
+  c.runtime.pipeline_depth = 1  # unstated
+  c.runtime.max_staleness = 8  # unstated
+  c.runtime.episode_timeout_s = 7200.0  # unstated
+  c.runtime.stall_timeout_s = 14400.0  # unstated
+  c.evaluation.num_problems = 100  # all of BeyondAIME
+  c.evaluation.samples = 4  # mean of 4 runs for BeyondAIME, 16 for the others

@@ -1,0 +1,91 @@
+"""pass@1 on a fixed list of problems."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sao_jax.runtime.failures import RunFailed
+from sao_jax.types import EpisodeFailure, Task, Trajectory
+
+
+class Evaluation(NamedTuple):
+  """The score, and every episode that it is made of."""
+
+  pass_at_1: float  # mean over problems of the mean reward of their episodes
+  standard_error: float  # over problems; NaN for fewer than two
+  failed: int  # episodes without a verdict; they are in no mean
+  trajectories: tuple[Trajectory, ...]
+
+
+async def evaluate(
+  play: Callable[..., Awaitable[Trajectory]],
+  tasks: Sequence[Task],
+  *,
+  name: str,
+  samples: int,
+  seed: int,
+  concurrency: int,
+  timeout_s: float,
+  retries: int,
+) -> Evaluation:
+  """Plays `samples` episodes of every task.
+
+  An episode that fails is played again up to `retries` times; after that it is counted in `failed` and
+  left out, never scored 0.
+
+  Args:
+    play: (task, *, episode, group, seed) -> Trajectory.
+    name: prefix of the episode ids, unique among what the engine plays.
+    concurrency: episodes at once.
+    timeout_s: of one episode.
+
+  Raises:
+    RunFailed: if some problem has no episode with a verdict: its score would be an invention.
+  """
+  room = asyncio.Semaphore(concurrency)
+
+  async def one(index: int, sample: int) -> Trajectory | EpisodeFailure | TimeoutError:
+    failure = None
+    for attempt in range(retries + 1):
+      entropy = [seed, index, sample]
+      async with room:
+        try:
+          coroutine = play(
+            tasks[index],
+            episode=f'{name}-{index}-{sample}-{attempt}',
+            group=str(index),
+            seed=int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1),
+          )
+          trajectory = await asyncio.wait_for(coroutine, timeout_s)
+          if np.isfinite(trajectory.reward):
+            return trajectory
+          failure = ValueError(f'reward {trajectory.reward}')
+        except (EpisodeFailure, TimeoutError) as error:
+          failure = error
+    return failure
+
+  # A bug in one episode cancels the others.
+  async with asyncio.TaskGroup() as group:
+    futures = {
+      (index, sample): group.create_task(one(index, sample))
+      for index in range(len(tasks))
+      for sample in range(samples)
+    }
+  results = {key: future.result() for key, future in futures.items()}
+  finished = {key: t for key, t in results.items() if isinstance(t, Trajectory)}
+  scores = []
+  for index, task in enumerate(tasks):
+    rewards = [t.reward for (i, _), t in finished.items() if i == index]
+    if not rewards:
+      reason = next(r for (i, _), r in results.items() if i == index)
+      raise RunFailed(
+        f'evaluation: no episode of {task.prompt_id} has a verdict; the last: {reason!r}'
+      )
+    scores.append(np.mean(rewards))
+  n = len(scores)
+  error = float(np.std(scores, ddof=1) / np.sqrt(n)) if n > 1 else float('nan')
+  return Evaluation(
+    float(np.mean(scores)), error, len(results) - len(finished), tuple(finished.values())
+  )

@@ -1,0 +1,163 @@
+"""The loop: take, update, publish, record, save."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sao_jax import batching, checkpoint
+from sao_jax.learner import Learner, TrainState
+from sao_jax.report import summary
+from sao_jax.report.metrics import MetricsWriter
+from sao_jax.runtime.clock import Clock
+from sao_jax.runtime.dispatch import Dispatcher
+from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.ledger import Ledger
+from sao_jax.types import Batch, Engine, Trajectory
+
+
+class Stopped(Exception):
+  """A signal asked the run to stop; everything needed to go on is saved. The exit code is 75."""
+
+
+@dataclasses.dataclass
+class Run:
+  """What the loop drives. All state of a run that is not the TrainState hangs here."""
+
+  workdir: Path
+  run_id: str
+  learner: Learner  # jitted
+  engine: Engine
+  dispatcher: Dispatcher
+  ledger: Ledger
+  writer: MetricsWriter
+  clock: Clock
+  stop: asyncio.Event
+  evaluate: Callable[[Any, int], None]  # (params, step): starts an evaluation beside the run
+  baseline: Callable[[list[Trajectory], Any], tuple[dict[str, float] | None, Any]]
+  show: Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
+  num_steps: int
+  batch_size: int
+  max_staleness: int
+  row_length: int
+  row_multiple: int
+  evaluate_every: int
+  save_every: int
+  keep: int
+  max_skipped_in_row: int
+  memory: Any = None  # of the baseline
+  skipped_in_row: int = 0
+
+
+async def train(run: Run, state: TrainState) -> TrainState:
+  """Trains from `state.step` to `num_steps`.
+
+  Raises:
+    Stopped: after a checkpoint, when `run.stop` is set.
+    RunFailed: the runtime is stuck, or too many updates in a row were not finite.
+  """
+  busy_before, last = run.engine.health(), run.clock()
+  while (version := int(state.step)) < run.num_steps:
+    try:
+      trajectories = await take(run)
+    except Stopped:
+      await save(run, state)
+      raise
+    waited = run.clock() - last
+    batch, run.memory = prepare(run, trajectories, version)
+    state, measured = await asyncio.to_thread(update_once, run.learner.update, state, batch)
+    publish(run.engine, state)
+    run.dispatcher.trained(trajectories, version=version + 1)
+    _check_finite(run, measured)
+
+    now, health, totals = run.clock(), run.engine.health(), run.dispatcher.totals()
+    metrics = {
+      **summary.of_trajectories(trajectories, version=version, max_staleness=run.max_staleness),
+      **summary.of_runtime(
+        health, busy_before, elapsed=now - last, waited=waited, totals=totals, ledger=run.ledger
+      ),
+      **measured,
+      'time_s': now,
+    }
+    busy_before, last = health, now
+    run.writer.write(version + 1, metrics)
+    run.show('rl', version + 1, run.num_steps, metrics)
+    if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
+      run.evaluate(jax.tree.map(jnp.copy, state.policy), version + 1)
+    if (version + 1) % run.save_every == 0 or version + 1 == run.num_steps:
+      await save(run, state)
+  return state
+
+
+async def take(run: Run) -> list[Trajectory]:
+  """The next batch of trajectories, oldest started first. Raises `Stopped` on a signal, with nothing taken."""
+  taking = asyncio.create_task(run.dispatcher.take(run.batch_size))
+  stopping = asyncio.create_task(run.stop.wait())
+  await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+  stopping.cancel()
+  if run.stop.is_set() and not taking.done():
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    raise Stopped
+  return await taking
+
+
+def prepare(run: Run, trajectories: list[Trajectory], version: int) -> tuple[Batch, Any]:
+  """The packed batch, and the baseline's new memory."""
+  advantages, memory = run.baseline(trajectories, run.memory)
+  batch = batching.pack(
+    trajectories,
+    row_length=run.row_length,
+    row_multiple=run.row_multiple,
+    version=version,
+    max_staleness=run.max_staleness,
+    advantages=advantages,
+  )
+  return batch, memory
+
+
+def publish(engine: Engine, state: TrainState) -> None:
+  """Hands the engine a copy of the policy: the learner donates its own buffers at the next update."""
+  engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+
+
+async def save(run: Run, state: TrainState) -> None:
+  """One atomic unit of everything that is needed to go on from here."""
+  progress, finished = run.dispatcher.snapshot()
+  host = {
+    'time_s': run.clock(),
+    'ledger_bytes': run.ledger.offset(),
+    'metrics_bytes': run.writer.offset(),
+    'dispatcher': progress,
+    'memory': run.memory,
+  }
+  await asyncio.to_thread(
+    checkpoint.save,
+    run.workdir / 'checkpoints' / 'rl',
+    int(state.step),
+    state,
+    host,
+    finished,
+    run_id=run.run_id,
+    keep=run.keep,
+  )
+
+
+def update_once(update, state: TrainState, batch: Batch):
+  """On the learner's thread: one update, waited for, its metrics on the host."""
+  state, metrics = update(state, batch)
+  return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+def _check_finite(run: Run, measured: dict[str, float]) -> None:
+  skipped = measured['updates/skipped_now']
+  run.skipped_in_row = run.skipped_in_row + 1 if skipped else 0
+  if run.skipped_in_row >= run.max_skipped_in_row:
+    raise RunFailed(
+      f'{run.skipped_in_row} updates in a row were not finite and were skipped: lower policy.learning_rate '
+      'or critic.learning_rate'
+    )

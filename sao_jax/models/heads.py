@@ -1,0 +1,216 @@
+"""What stands on a decoder's last hidden states: token log-probabilities, and value heads. Pure functions."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sao_jax import critics
+
+Head = dict[str, jax.Array]
+
+
+def token_logprobs(
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  tokens: jax.Array,
+  *,
+  temperature: float | jax.Array,
+  chunk: int,
+  entropy: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  """log softmax(hidden @ unembedding.T / temperature) at the given tokens, without ever holding [N, V].
+
+  Rows are taken `chunk` at a time, forward and backward; the backward pass computes the logits again. Products have
+  the operands' common type and accumulate in float32, as do the sums over chunks; softmax is in float32.
+  A row whose cotangents are 0 gives no gradient, even if its hidden state is NaN (padding).
+
+  Args:
+    hidden: [N, D], float32 or bfloat16.
+    unembedding: [V, D].
+    tokens: [N] int. Out of range gives NaN.
+    temperature: > 0, number or scalar array; that of sampling.
+    chunk: >= 1, rows whose [chunk, V] logits are alive at once. N needs not be a multiple.
+    entropy: also return the entropy of each distribution.
+
+  Returns:
+    [N] float32 nats, or (log-probabilities [N], entropy [N]). Differentiable in hidden, unembedding and temperature.
+
+  Raises:
+    ValueError: if chunk is below 1 or temperature is a number that is not positive.
+  """
+  if chunk < 1:
+    raise ValueError(f'chunk is {chunk}: must be at least 1 row')
+  if isinstance(temperature, (int, float)) and not temperature > 0:
+    raise ValueError(
+      f'temperature is {temperature}: must be > 0; greedy choice has no log-probability'
+    )
+  hidden, unembedding, tokens = (jnp.asarray(x) for x in (hidden, unembedding, tokens))
+  temperature = jnp.asarray(temperature, jnp.float32)
+  chex.assert_rank([hidden, unembedding, tokens, temperature], [2, 2, 1, 0])
+  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+  chex.assert_equal_shape_prefix([hidden, tokens], 1)
+  dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
+  chunk = min(chunk, max(len(tokens), 1))
+  logprobs, entropies = _logprobs(
+    hidden.astype(dtype), unembedding.astype(dtype), tokens, temperature, chunk, entropy
+  )
+  return (logprobs, entropies) if entropy else logprobs
+
+
+def init_scalar_head(width: int, mean_return: float) -> Head:
+  """A value head that starts as the mean return of recent rollouts: zero kernel, bias = that mean.
+
+  Args:
+    width: D of the decoder.
+    mean_return: in units of the return.
+
+  Returns:
+    {'kernel': [D, 1], 'bias': [1]} float32.
+
+  Source: rollout-aware initialisation, SAO, arXiv 2607.07508.
+  """
+  return {'kernel': jnp.zeros((width, 1)), 'bias': jnp.full((1,), mean_return, jnp.float32)}
+
+
+def scalar_values(head: Head, hidden: jax.Array) -> jax.Array:
+  """[..., D] -> [...] float32. No temperature: it belongs to sampling."""
+  return _affine(head, hidden)[..., 0]
+
+
+def init_categorical_head(
+  width: int, mean_return: float, *, low: float, high: float, num_bins: int
+) -> Head:
+  """A categorical value head whose expected value starts as the mean return: zero kernel, smooth bias.
+
+  The bias is slope * atom, the flattest distribution (largest entropy) with that mean, so that every bin starts with
+  some probability. At an end of the support the mean needs an infinite slope; it is kept under 12 nats a bin, which
+  misses the end by less than 1e-5 of a bin.
+
+  Args:
+    width: D of the decoder.
+    mean_return: in [low, high].
+    low: the lowest atom, as in `critics`.
+    high: the highest.
+    num_bins: number of atoms.
+
+  Returns:
+    {'kernel': [D, num_bins], 'bias': [num_bins]} float32.
+
+  Raises:
+    ValueError: if mean_return is outside the support.
+  """
+  support = np.asarray(critics.atoms(low, high, num_bins), np.float64)
+  if not low <= mean_return <= high:
+    raise ValueError(f'mean_return is {mean_return}, outside [{low}, {high}]: widen the support')
+  steps = np.arange(num_bins) - (num_bins - 1) / 2
+  flattest, steepest = -12.0, 12.0
+  for _ in range(60):  # the mean grows with the slope: bisect
+    slope = (flattest + steepest) / 2
+    weights = np.exp(slope * steps - abs(slope) * (num_bins - 1) / 2)
+    if weights @ support < mean_return * weights.sum():
+      flattest = slope
+    else:
+      steepest = slope
+  bias = jnp.asarray(slope * steps, jnp.float32)
+  return {'kernel': jnp.zeros((width, num_bins)), 'bias': bias}
+
+
+def categorical_logits(head: Head, hidden: jax.Array) -> jax.Array:
+  """[..., D] -> [..., num_bins] float32; see `critics.expected_value`."""
+  return _affine(head, hidden)
+
+
+def _affine(head, hidden):
+  kernel, bias = (head[name].astype(jnp.float32) for name in ('kernel', 'bias'))
+  product = jnp.matmul(hidden.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+  return product + bias
+
+
+def _dot(equation, x, y):
+  """Product with float32 accumulation, and no shortened operands (TF32, bfloat16) for float32."""
+  return jnp.einsum(
+    equation, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+  )
+
+
+def _split(x, chunk):
+  """[N, ...] as [chunks, chunk, ...], padded with 0. Each chunk takes rows from all over N, so that rows which are
+  sharded over devices stay where they are."""
+  chunks = -(-len(x) // chunk)
+  x = jnp.pad(x, ((0, chunks * chunk - len(x)),) + ((0, 0),) * (x.ndim - 1))
+  return x.reshape(chunk, chunks, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x, length):
+  """The inverse of `_split`."""
+  return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:length]
+
+
+def _distribution(hidden, unembedding, temperature):
+  """(logits [chunk, V] after temperature, their log-normaliser [chunk])."""
+  logits = _dot('nd,vd->nv', hidden, unembedding) / temperature
+  return logits, jax.nn.logsumexp(logits, axis=-1)
+
+
+def _chosen(tokens, size):
+  """[chunk, V] bool. A comparison that fuses with its use, and works on a sharded V."""
+  return tokens[:, None] == jnp.arange(size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _logprobs(hidden, unembedding, tokens, temperature, chunk, entropy):
+  size = len(unembedding)
+
+  def one(_, rows):
+    hidden, tokens = rows
+    logits, normaliser = _distribution(hidden, unembedding, temperature)
+    logit = jnp.where(_chosen(tokens, size), logits, 0.0).sum(axis=-1)
+    valid = (tokens >= 0) & (tokens < size)
+    logprob = jnp.where(valid, logit - normaliser, jnp.nan)
+    if not entropy:
+      return None, (logprob, jnp.zeros_like(logprob))
+    probs = jnp.exp(logits - normaliser[:, None])
+    return None, (logprob, normaliser - jnp.where(probs > 0, probs * logits, 0.0).sum(axis=-1))
+
+  _, out = jax.lax.scan(one, None, (_split(hidden, chunk), _split(tokens, chunk)))
+  return tuple(_join(x, len(tokens)) for x in out)
+
+
+def _forward(hidden, unembedding, tokens, temperature, chunk, entropy):
+  out = _logprobs(hidden, unembedding, tokens, temperature, chunk, entropy)
+  return out, (hidden, unembedding, tokens, temperature)
+
+
+def _backward(chunk, entropy, residuals, cotangents):
+  hidden, unembedding, tokens, temperature = residuals
+  size, dtype = len(unembedding), hidden.dtype
+
+  def one(carry, rows):
+    d_unembedding, d_temperature = carry
+    hidden, tokens, d_logprob, d_entropy = rows
+    used = (d_logprob != 0) | (d_entropy != 0)
+    hidden = jnp.where(used[:, None], hidden, 0)
+    logits, normaliser = _distribution(hidden, unembedding, temperature)
+    logprobs = logits - normaliser[:, None]
+    probs = jnp.exp(logprobs)
+    # d logprob / d logits = onehot - p
+    d_logits = d_logprob[:, None] * (_chosen(tokens, size) - probs)
+    if entropy:  # d entropy / d logits = -p (log p + entropy)
+      plogp = jnp.where(probs > 0, probs * logprobs, 0.0)
+      d_logits -= d_entropy[:, None] * (plogp - probs * plogp.sum(axis=-1, keepdims=True))
+    d_temperature -= (d_logits * logits).sum() / temperature
+    d_products = (d_logits / temperature).astype(dtype)
+    d_unembedding += _dot('nv,nd->vd', d_products, hidden)
+    return (d_unembedding, d_temperature), _dot('nv,vd->nd', d_products, unembedding)
+
+  rows = [_split(x, chunk) for x in (hidden, tokens, *cotangents)]
+  zero = jnp.zeros(unembedding.shape), jnp.zeros(())
+  (d_unembedding, d_temperature), d_hidden = jax.lax.scan(one, zero, rows)
+  d_hidden = _join(d_hidden, len(tokens)).astype(dtype)
+  return d_hidden, d_unembedding.astype(dtype), None, d_temperature
+
+
+_logprobs.defvjp(_forward, _backward)

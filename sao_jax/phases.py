@@ -1,0 +1,316 @@
+"""A run from its config to its result: warm start, value pretraining, RL, evaluation.
+
+Each phase leaves a checkpoint in the workdir and is skipped when it is there.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from sao_jax import batching, build, checkpoint, learner, loop
+from sao_jax.envs.problems import demonstration
+from sao_jax.evaluate import Evaluation, evaluate
+from sao_jax.learner import TrainState
+from sao_jax.report import summary
+from sao_jax.report.metrics import MetricsWriter, read_metrics
+from sao_jax.runtime.clock import real_clock
+from sao_jax.runtime.dispatch import Dispatcher
+from sao_jax.runtime.ledger import Ledger
+
+Show = Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
+
+
+def run_id(config: ConfigDict) -> str:
+  """Of a workdir: equal configs have equal ids, and a checkpoint of another id is refused."""
+  return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
+
+
+def claim(workdir: Path, config: ConfigDict) -> None:
+  """Makes the workdir this config's.
+
+  Raises:
+    ValueError: if it belongs to another config; nothing is written then.
+  """
+  path = workdir / 'config.json'
+  ours = json.loads(config.to_json())
+  if path.exists():
+    theirs = json.loads(path.read_text())
+    if theirs != ours:
+      raise ValueError(
+        f'{workdir} holds a run with another config ({_difference(theirs, ours)}): choose another --workdir'
+      )
+    return
+  if workdir.exists() and any(workdir.iterdir()):
+    raise ValueError(f'{workdir} is not empty and holds no run: choose another --workdir')
+  workdir.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(ours, indent=2, sort_keys=True) + '\n')
+
+
+def _difference(theirs: Any, ours: Any, prefix: str = '') -> str:
+  """The first field that differs, with both values."""
+  if isinstance(theirs, dict) and isinstance(ours, dict):
+    for key in sorted({*theirs, *ours}):
+      if theirs.get(key) != ours.get(key):
+        return _difference(theirs.get(key), ours.get(key), f'{prefix}.{key}' if prefix else key)
+  return f'{prefix} is {theirs!r} there and {ours!r} here'
+
+
+async def execute(
+  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, show: Show, note: Callable[[str], None]
+) -> dict[str, float]:
+  """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
+
+  Raises:
+    loop.Stopped: after a checkpoint, when `stop` is set.
+    RunFailed, CheckpointError, LedgerError: with the reason.
+  """
+  identity = run_id(parts.config)
+  warm = await warm_start(parts, workdir, identity, stop=stop, show=show, note=note)
+  async with _services(parts, warm) as services:
+    return await _learn(parts, workdir, identity, warm, services, stop=stop, show=show, note=note)
+
+
+async def warm_start(
+  parts: build.Parts, workdir: Path, identity: str, *, stop: asyncio.Event, show: Show, note
+) -> Any:
+  """Policy params after supervised training on scripted demonstrations."""
+  c = parts.config
+  root = workdir / 'checkpoints' / 'supervised'
+  params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
+  state = {'params': params, 'opt': parts.supervised_tx.init(params)}
+  done = 0
+  if saved := checkpoint.steps(root):
+    done = saved[-1]
+    state = checkpoint.restore(root, done, state, run_id=identity).state
+  save = functools.partial(checkpoint.save, root, host={}, trajectories=(), run_id=identity, keep=1)
+  update = jax.jit(parts.supervised_update, donate_argnums=(0, 1))
+  for step in range(done, c.supervised.num_steps):
+    if stop.is_set():
+      await asyncio.to_thread(save, step, state)
+      raise loop.Stopped
+
+    def one(step=step, state=state):
+      params, opt, loss = update(state['params'], state['opt'], _demonstrations(parts, step))
+      return {'params': params, 'opt': opt}, float(loss)
+
+    state, loss = await asyncio.to_thread(one)
+    if not np.isfinite(loss):
+      raise loop.RunFailed(
+        f'the loss of warm-start step {step} is {loss}: lower supervised.learning_rate'
+      )
+    show('warm start', step + 1, c.supervised.num_steps, {'loss/supervised': loss})
+  if done < c.supervised.num_steps:
+    await asyncio.to_thread(save, c.supervised.num_steps, state)
+  elif done:
+    note('the warm start is in the workdir already')
+  return state['params']
+
+
+def _demonstrations(parts: build.Parts, step: int):
+  """The packed demonstrations of one supervised step; a function of (config, step)."""
+  c = parts.config
+  size = c.supervised.batch_size
+  rows = []
+  for index in range(step * size, (step + 1) * size):
+    shown = demonstration(
+      parts.practice.task(index % c.supervised.num_demonstrations),
+      np.random.default_rng([c.seed, index % c.supervised.num_demonstrations]),
+      tool_share=c.supervised.tool_share,
+      slip_share=c.supervised.slip_share,
+      observation_bytes=c.env.observation_bytes,
+    )
+    rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
+  return batching.pack(
+    rows,
+    row_length=build.row_length(c),
+    row_multiple=c.train.micro_rows,
+    version=0,
+    max_staleness=0,
+  )
+
+
+@contextlib.asynccontextmanager
+async def _services(parts: build.Parts, params: Any) -> AsyncIterator[build.Services]:
+  services = build.services(parts, params)
+  try:
+    yield services
+  finally:
+    await services.close()
+
+
+async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) -> dict[str, float]:
+  """Value pretraining and RL on running services."""
+  c = parts.config
+  root = workdir / 'checkpoints' / 'rl'
+  fresh = learner.init_state(
+    jax.tree.map(jnp.copy, warm),
+    parts.init_critic(warm, 0.0),
+    parts.policy_tx,
+    parts.critic_tx,
+  )
+  saved = checkpoint.steps(root)
+  restored = checkpoint.restore(root, saved[-1], fresh, run_id=identity) if saved else None
+  host = restored.host if restored else {}
+  clock = real_clock(host.get('time_s', 0.0))
+  state = restored.state if restored else fresh
+  services.engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+  ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
+  writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
+  dispatcher = Dispatcher(
+    services.play,
+    parts.source.task,
+    ledger,
+    parts.limits,
+    episodes_needed=c.train.batch_size * (c.value.num_batches + c.train.num_steps),
+    version=int(state.step),
+    snapshot=host.get('dispatcher'),
+    trajectories=restored.trajectories if restored else (),
+  )
+  evaluations = Evaluations(parts, services, writer, note)
+  run = loop.Run(
+    workdir=workdir,
+    run_id=identity,
+    learner=learner.Learner(
+      update=jax.jit(parts.learner.update, donate_argnums=0),
+      update_critic=jax.jit(parts.learner.update_critic, donate_argnums=0),
+    ),
+    engine=services.engine,
+    dispatcher=dispatcher,
+    ledger=ledger,
+    writer=writer,
+    clock=clock,
+    stop=stop,
+    evaluate=evaluations.start,
+    baseline=parts.baseline,
+    show=show,
+    num_steps=c.train.num_steps,
+    batch_size=c.train.batch_size,
+    max_staleness=c.runtime.max_staleness,
+    row_length=build.row_length(c),
+    row_multiple=c.train.micro_rows * c.sao.policy_minibatches,
+    evaluate_every=c.evaluation.every,
+    save_every=c.train.save_every,
+    keep=c.train.keep,
+    max_skipped_in_row=c.train.max_skipped_in_row,
+    memory=host.get('memory'),
+  )
+  reason = 'run_failed'
+  try:
+    if restored is None:
+      await evaluations.now(state.policy, 0)
+      state = await pretrain_values(run, parts, state, note)
+      await loop.save(run, state)
+    else:
+      note(f'resumed at update {int(state.step)} of {c.train.num_steps}')
+    state = await loop.train(run, state)
+    await evaluations.finish()
+    reason = 'run_ended'
+    return await evaluations.now(state.policy, int(state.step))
+  except loop.Stopped:
+    reason = 'stopped'
+    raise
+  finally:
+    await evaluations.cancel()
+    await dispatcher.close(reason)
+    ledger.close()
+    writer.close()
+
+
+async def pretrain_values(run: loop.Run, parts: build.Parts, state: TrainState, note) -> TrainState:
+  """Trains the critic alone on rollouts of the warm start, and reports the explained variance that it has on
+  each batch before learning from it."""
+  c = parts.config
+  for index in range(c.value.num_batches):
+    trajectories = await loop.take(run)
+    if index == 0:
+      mean_return = float(np.mean([t.reward for t in trajectories]))
+      critic = parts.init_critic(state.policy, mean_return)
+      state = state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic))
+    batch, _ = loop.prepare(run, trajectories, 0)
+    measured = []
+    for _ in range(c.value.updates_per_batch):
+      state, metrics = await asyncio.to_thread(
+        loop.update_once, run.learner.update_critic, state, batch
+      )
+      measured.append(metrics)
+    first = measured[0]
+    run.dispatcher.trained(trajectories, version=0, reason='value_pretraining')
+    metrics = {'reward/mean': float(np.mean([t.reward for t in trajectories])), **first}
+    run.show('value pretraining', index + 1, c.value.num_batches, metrics)
+    note(
+      f'value pretraining {index + 1}/{c.value.num_batches}: explained variance '
+      f'{first["critic/explained_variance"]:.3f} on rollouts that the critic had not seen'
+    )
+  return state
+
+
+@dataclasses.dataclass
+class Evaluations:
+  """Held-out scores, one at a time beside the training, on an engine of their own."""
+
+  parts: build.Parts
+  services: build.Services
+  writer: MetricsWriter
+  note: Callable[[str], None]
+  last: dict[str, float] = dataclasses.field(default_factory=dict)
+  running: asyncio.Task | None = None
+
+  def start(self, params: Any, step: int) -> None:
+    """Evaluates a copy of the params in the background, after the evaluation that may still run."""
+    self.running = asyncio.create_task(self._after(self.running, params, step))
+
+  async def _after(self, earlier: asyncio.Task | None, params: Any, step: int) -> None:
+    if earlier is not None:
+      await earlier
+    await self.now(params, step)
+
+  async def now(self, params: Any, step: int) -> dict[str, float]:
+    """Evaluates, records and returns the metrics."""
+    c = self.parts.config.evaluation
+    engine = self.services.evaluation_engine
+    engine.load(jax.tree.map(jnp.copy, params), step)
+    result: Evaluation = await evaluate(
+      self.services.evaluation_play,
+      self.parts.heldout,
+      name=f'eval-{step}',
+      samples=c.samples,
+      seed=self.parts.config.seed,
+      concurrency=self.services.evaluation_slots,
+      timeout_s=self.parts.limits.episode_timeout_s,
+      retries=self.parts.limits.retries,
+    )
+    self.last = summary.of_evaluation(result)
+    self.writer.write(step, self.last)
+    self.note(
+      f'held-out pass@1 after {step} updates: {result.pass_at_1:.3f} '
+      f'(standard error {result.standard_error:.3f}, {len(result.trajectories)} episodes)'
+    )
+    return self.last
+
+  async def finish(self) -> None:
+    """Waits for what was started."""
+    if self.running is not None:
+      await self.running
+
+  async def cancel(self) -> None:
+    """Ends what still runs; its score is not recorded."""
+    if self.running is not None:
+      self.running.cancel()
+      await asyncio.gather(self.running, return_exceptions=True)
+
+
+def first_evaluation(workdir: Path) -> float:
+  """The held-out score before RL, as metrics.jsonl has it."""
+  rows = read_metrics(workdir / 'metrics.jsonl')
+  return next(row['eval/pass@1'] for row in rows if 'eval/pass@1' in row)
