@@ -1,8 +1,10 @@
 """What the commands share: flags, exit codes, and what a process sets before JAX starts."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -46,6 +48,12 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> fl
   return values
 
 
+def run_name(argv: Sequence[str], config: ConfigDict) -> str:
+  """The default name of a workdir: of the config file, and the variant."""
+  path = next(a.partition('=')[2] for a in argv if a.startswith('--config=')).partition(':')[0]
+  return f'{Path(path).stem}-{config.variant}'
+
+
 def _one_line(error: Exception) -> str:
   text = str(error.args[0]) if error.args else str(error)
   return ' '.join(text.split()) or type(error).__name__
@@ -58,26 +66,41 @@ def prepare_jax() -> None:
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 
-def run(main: Callable[[Sequence[str]], int]) -> None:
+class BadInput(Exception):
+  """Config, problem file or workdir cannot be used. One line; nothing has been written."""
+
+
+@contextlib.contextmanager
+def input_errors() -> Iterator[None]:
+  """Around everything that checks what the user gave: there a ValueError is the user's to mend."""
+  try:
+    yield
+  except ValueError as error:
+    raise BadInput(_one_line(error)) from error
+
+
+def run(main: Callable[[Sequence[str]], None]) -> None:
   """Calls `main(argv)` and exits: 0 done, 2 bad config or input, 3 failed, 75 stopped after a checkpoint.
 
   The last line of a run that did not end well is its reason.
   """
   prepare_jax()
+  from sao_jax.checkpoint import CheckpointError
   from sao_jax.loop import Stopped
   from sao_jax.runtime.failures import RunFailed
 
+  code, reason = DONE, None
   try:
-    code = main(sys.argv)
-  except Stopped:
-    print('stopped; the same command goes on from here', file=sys.stderr)
-    code = STOPPED
+    main(sys.argv)
+  except (BadInput, CheckpointError) as error:
+    code, reason = BAD_INPUT, f'error: {error}'
+  except (Stopped, KeyboardInterrupt):
+    code, reason = STOPPED, 'stopped; the same command goes on from here'
   except RunFailed as error:
-    print(f'failed: {error}', file=sys.stderr)
-    code = FAILED
-  except (
-    ValueError
-  ) as error:  # bad config, problem file, workdir or checkpoint: one line says which
-    print(f'error: {_one_line(error)}', file=sys.stderr)
-    code = BAD_INPUT
+    code, reason = FAILED, f'failed: {error}'
+  except Exception as error:
+    traceback.print_exc()
+    code, reason = FAILED, f'failed: {type(error).__name__}: {_one_line(error)}'
+  if reason:
+    print(reason, file=sys.stderr)
   sys.exit(code)

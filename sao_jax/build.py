@@ -133,8 +133,8 @@ class Services:
       prefill_buckets=c.engine.prefill_buckets,
       stop_tokens=(tokens.EOT,),
     )
-    self.engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0)
-    self.evaluation_engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0)
+    self.engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
+    self.evaluation_engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
     self.evaluation_slots = c.engine.num_slots
     self.play = self._player(c, self.engine, c.env.temperature)
     self.evaluation_play = self._player(c, self.evaluation_engine, c.evaluation.temperature)

@@ -135,16 +135,20 @@ async def save(run: Run, state: TrainState) -> None:
     'dispatcher': progress,
     'memory': run.memory,
   }
-  await asyncio.to_thread(
-    checkpoint.save,
-    run.workdir / 'checkpoints' / 'rl',
-    int(state.step),
-    state,
-    host,
-    finished,
-    run_id=run.run_id,
-    keep=run.keep,
-  )
+  root = run.workdir / 'checkpoints' / 'rl'
+  try:
+    await asyncio.to_thread(
+      checkpoint.save,
+      root,
+      int(state.step),
+      state,
+      host,
+      finished,
+      run_id=run.run_id,
+      keep=run.keep,
+    )
+  except checkpoint.CheckpointError as error:  # e.g. a full disk; the last good one is still there
+    raise RunFailed(str(error)) from error
 
 
 def update_once(update, state: TrainState, batch: Batch):

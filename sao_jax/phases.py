@@ -76,6 +76,7 @@ async def execute(
     RunFailed, CheckpointError, LedgerError: with the reason.
   """
   identity = run_id(parts.config)
+  note(parts.frozen_counts)
   warm = await warm_start(parts, workdir, identity, stop=stop, show=show, note=note)
   async with _services(parts, warm) as services:
     return await _learn(parts, workdir, identity, warm, services, stop=stop, show=show, note=note)
@@ -142,7 +143,7 @@ def _demonstrations(parts: build.Parts, step: int):
 
 @contextlib.asynccontextmanager
 async def _services(parts: build.Parts, params: Any) -> AsyncIterator[build.Services]:
-  services = build.services(parts, params)
+  services = build.Services(parts, params)
   try:
     yield services
   finally:
@@ -162,6 +163,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
   saved = checkpoint.steps(root)
   restored = checkpoint.restore(root, saved[-1], fresh, run_id=identity) if saved else None
   host = restored.host if restored else {}
+  note(f'tools run in: {services.description}')
   clock = real_clock(host.get('time_s', 0.0))
   state = restored.state if restored else fresh
   services.engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))

@@ -159,7 +159,7 @@ def test_empty_mask_is_zero(name):
 
 @over_losses
 @pytest.mark.parametrize('wrong', range(4))
-@pytest.mark.parametrize('shape', [(B, 1), (B,), (T,), (1, T), ()])
+@pytest.mark.parametrize('shape', [(B, 1), (B,), (1, T)])
 def test_wrong_shape_raises(name, wrong, shape):
   arrays = list(data(4))
   arrays[wrong] = np.ones(shape, np.float32)
@@ -200,22 +200,23 @@ def test_mask_and_reward_types(name):
   logprobs, behavior, _, mask = data(7)
   whole = np.arange(B * T).reshape(B, T) - 7
   want = numbers(*compiled(name)(logprobs, behavior, whole.astype(np.float32), mask, None))
-  for kind in (bool, np.int32, np.uint8):
-    got = numbers(*compiled(name)(logprobs, behavior, whole, mask.astype(kind), None))
-    for x, y in zip(got, want, strict=True):
-      np.testing.assert_array_equal(x, y)
-  scaled = numbers(*compiled(name)(logprobs, behavior, whole, 7 * mask, None))
-  np.testing.assert_array_equal(scaled[0], want[0])  # non-zero is an action, not a weight
+  got = numbers(*compiled(name)(logprobs, behavior, whole, mask.astype(bool), None))
+  scaled = numbers(*compiled(name)(logprobs, behavior, whole.astype(np.float32), 7 * mask, None))
+  for x, y, z in zip(want, got, scaled, strict=True):
+    np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(x, z)  # non-zero is an action, not a weight
 
 
 @over_losses
 def test_only_logprobs_have_a_gradient(name):
   *arrays, mask = data(8)
-  rest = jax.grad(lambda *x: LOSSES[name](*x, mask).loss, argnums=(1, 2))(*map(jnp.asarray, arrays))
-  for gradient in rest:
+
+  def total(*x):
+    return sum(LOSSES[name](*x, mask).metrics.values())
+
+  rest = jax.jit(jax.grad(lambda *x: LOSSES[name](*x, mask).loss, argnums=(1, 2)))(*arrays)
+  for gradient in (*rest, jax.jit(jax.grad(total))(*arrays)):
     np.testing.assert_array_equal(gradient, np.zeros((B, T)))
-  metrics = jax.grad(lambda x: sum(LOSSES[name](x, *arrays[1:], mask).metrics.values()))
-  np.testing.assert_array_equal(metrics(jnp.asarray(arrays[0])), np.zeros((B, T)))
 
 
 @over_losses
@@ -342,7 +343,10 @@ def test_sao_interval_is_open_and_icepop_closed():
   behavior = jnp.log(jnp.array([[2.0, 0.5]]))
   zeros, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
   numbers = {'eps_low': 0.5, 'eps_high': 1.0}
-  grad = lambda loss: jax.grad(lambda x: loss(x, behavior, ones, ones, **numbers).loss)(zeros)
+
+  def grad(loss):
+    return jax.grad(lambda x: loss(x, behavior, ones, ones, **numbers).loss)(zeros)
+
   np.testing.assert_array_equal(grad(losses.sao_policy_loss), [[0, 0]])
   np.testing.assert_allclose(grad(losses.icepop_policy_loss), [[-0.25, -1.0]], rtol=1e-6)
 
@@ -475,10 +479,11 @@ def test_kl_by_hand():
     ('k2', log2**2 / 2, [log2 / 2, -log2 / 2, 0]),
     ('k3', (0.5 - 1 + log2 + 2 - 1 - log2) / 2, [0.25, -0.5, 0]),  # 1 - e^-d: 1/2 and -1, over 2
   ):
-    run = lambda x, kind=kind: losses.kl_penalty(x, reference, mask, kind=kind)
-    np.testing.assert_allclose(run(logprobs).loss, want, atol=1e-7)
-    np.testing.assert_allclose(run(logprobs).metrics['kl'], want, atol=1e-7)
-    np.testing.assert_allclose(jax.grad(lambda x, f=run: f(x).loss)(logprobs), [slope], rtol=1e-6)
+    run = functools.partial(losses.kl_penalty, mask=mask, kind=kind)
+    out = run(logprobs, reference)
+    np.testing.assert_allclose([out.loss, out.metrics['kl']], [want, want], atol=1e-7)
+    gradient = jax.grad(lambda x, f=run: f(x, reference).loss)(logprobs)
+    np.testing.assert_allclose(gradient, [slope], rtol=1e-6)
     assert losses.kl_penalty(logprobs, reference, 0 * mask, kind=kind).loss == 0
     half = losses.kl_penalty(logprobs, reference, mask, kind=kind, denominator=4.0)
     np.testing.assert_allclose(half.loss, want / 2, atol=1e-7)
@@ -517,7 +522,10 @@ def test_every_number_matters(loss, numbers, change):
 
 def test_the_bounds_of_calibrations_matter():
   arrays = data(11)
-  run = lambda f: losses.calibrated_policy_loss(*arrays, calibrate=f).loss
+
+  def run(calibrate):
+    return losses.calibrated_policy_loss(*arrays, calibrate=calibrate).loss
+
   assert run(losses.truncate(1.5)) != run(losses.truncate(2.5))
   assert run(losses.clip(0.5, 2.0)) != run(losses.clip(0.1, 2.0))
   assert run(losses.clip(0.5, 2.0)) != run(losses.clip(0.5, 3.0))

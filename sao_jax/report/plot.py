@@ -1,5 +1,6 @@
 """Curves of a run, and of several runs side by side, as PNG files."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def plot_run(workdir: Path) -> Path:
       'Staleness of tokens, versions',
       {'async/staleness_max': 'max', 'async/staleness_mean': 'mean'},
     ),
-    (dropped, {'dis/dropped_high': 'ratio high', 'dis/dropped_low': 'ratio low'}),
+    (dropped, {'dis/dropped_high': 'too high', 'dis/dropped_low': 'too low'}),
     ("Critic's explained variance", {'critic/explained_variance': ''}),
     ('Policy entropy, nats a token', {'policy/entropy': ''}),
     ('Tool calls an episode', {'tool/calls_mean': 'calls', 'tool/errors_mean': 'errors'}),
@@ -65,8 +66,9 @@ def plot_comparison(named: Mapping[str, Sequence[Path]], path: Path) -> Path:
     `path`.
   """
   runs = {name: [read_metrics(_file(p)) for p in paths] for name, paths in named.items()}
-  counts = ', '.join(f'{len(paths)} of {name}' for name, paths in named.items())
-  subtitle = f'moving averages; line: mean over runs; band: from least to greatest; runs: {counts}'
+  counts = {len(paths) for paths in named.values()}
+  runs_each = f'{counts.pop()} runs each' if len(counts) == 1 else _counts(named)
+  subtitle = f'moving averages; line: mean over runs; band: from least to greatest; {runs_each}'
   figure, grid = _figure('Variants compared', subtitle, (1.6, 1))
   panels = (
     (grid[0, :], 'Reward in training', ('reward/mean',)),
@@ -111,6 +113,10 @@ def _smooth(values: np.ndarray) -> np.ndarray:
   return np.convolve(values, window, 'same') / np.convolve(np.ones(len(values)), window, 'same')
 
 
+def _counts(named: Mapping[str, Sequence[Path]]) -> str:
+  return 'runs: ' + ', '.join(f'{len(paths)} of {name}' for name, paths in named.items())
+
+
 def _band(
   runs: Sequence[Sequence[Mapping[str, Any]]], keys: Sequence[str]
 ) -> tuple[np.ndarray, ...]:
@@ -135,7 +141,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
   scores = _series(rows, 'eval/pass@1')[1]
   if scores.size > 1:
     parts.append(f'held-out pass@1 from {scores[0]:.1%} to {scores[-1]:.1%}')
-  return ';  '.join([*parts, 'faint: every update, line: moving average'])
+  return ';  '.join([*parts, 'lines are moving averages'])
 
 
 def _duration(seconds: float) -> str:
@@ -155,7 +161,9 @@ def _figure(title: str, subtitle: str, heights: Sequence[float]) -> tuple[Figure
   figure.text(
     0.065, 1 - 0.24 / height, title, fontsize=12.5, fontweight='bold', color=_INK, va='top'
   )
-  figure.text(0.065, 1 - 0.54 / height, subtitle, fontsize=8.5, color='#555555', va='top')
+  figure.text(
+    0.065, 1 - 0.5 / height, textwrap.fill(subtitle, 112), fontsize=8.5, color='#555555', va='top'
+  )
   grid = figure.add_gridspec(
     len(heights),
     6,
@@ -175,7 +183,9 @@ def _plot_reward(ax: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
   at, scores = _series(rows, 'eval/pass@1')
   ax.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=0.8)
   ax.plot(at, scores, 'o', color=_ORANGE, markersize=4.5, markeredgecolor='white', zorder=4)
-  lines = [('training', _BLUE, steps, _smooth(rewards)), ('held-out', _ORANGE, at, scores)]
+  lines = [('training', _BLUE, steps, _smooth(rewards))]
+  if scores.size > 1:
+    lines.append(('held-out', _ORANGE, at, scores))
   if scores.size:
     ax.axhline(scores[0], color=_GREY, linewidth=1, linestyle=(0, (5, 4)), zorder=1)
     where = {
@@ -219,7 +229,7 @@ def _limits(ax: Axes, lines: Sequence[tuple]) -> None:
   room = max(len(label) for label, *_ in lines) * _CHARACTER / inches
   span = max(end - start, 1) / (0.98 - room)
   ax.set_xlim(start - 0.01 * span, end + (room + 0.01) * span)
-  ticks = MaxNLocator(6, integer=True).tick_values(start, max(end, start + 1))
+  ticks = MaxNLocator(2 + round(inches), integer=True).tick_values(start, max(end, start + 1))
   ax.set_xticks([tick for tick in ticks if start <= tick <= end])
   low, high = ax.get_ylim()
   if min(y.min() for *_, y in lines) >= 0:

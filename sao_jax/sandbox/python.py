@@ -16,9 +16,7 @@ import threading
 from sao_jax.types import EpisodeFailure, FailureKind
 
 _WORKER = os.path.join(os.path.dirname(os.path.realpath(__file__)), 'worker.py')
-_ENVIRONMENT = {
-  'PYTHONHASHSEED': '0'
-}  # one order of sets in every worker; the child sees none of it
+_ENVIRONMENT = {'PYTHONHASHSEED': '0'}  # sets have one order in all workers; scripts see none of it
 _START_S = 20.0  # to start a worker, on a loaded machine
 _STOP_S = 2.0  # for a worker to end by itself when its stdin ends, before it is killed
 
@@ -37,9 +35,7 @@ class ToolStatus(enum.StrEnum):
 class ToolResult:
   """What a call gives back."""
 
-  output: (
-    str  # stdout, then the last line of an error; at most output_bytes, undecodable bytes replaced
-  )
+  output: str  # stdout, then the last line of an error; at most output_bytes, bad UTF-8 replaced
   status: ToolStatus
   seconds: float  # wall time of the script, without the wait for a worker
 
@@ -81,7 +77,8 @@ class PythonSandbox:
   """Runs untrusted Python scripts, each in a fresh process that is dead when its result is there.
 
   A script sees the standard library and nothing else: no network, no environment, no files of the host, none that it
-  can write, no threads and no processes. Calls share no state. Numpy and the like are not installed for it.
+  can write, no threads and no processes. Calls share no state. Numpy and the like are not installed for it. The
+  constructor takes a moment: it starts a worker to see that the isolation works.
 
   Args:
     num_workers: calls that run at once; further ones wait in order of arrival.
@@ -131,6 +128,7 @@ class PythonSandbox:
     self._workers: set[_Worker] = set()
     self._idle: list[_Worker] = []
     self._closed = False
+    self._closing = asyncio.Lock()
 
   def describe(self) -> str:
     """One line: the isolation in force, and what is missing."""
@@ -157,11 +155,9 @@ class PythonSandbox:
   async def close(self) -> None:
     """Ends all calls and workers. Idempotent."""
     self._closed = True
-    await asyncio.gather(*(self._stop(worker) for worker in tuple(self._workers)))
-    async with (
-      contextlib.AsyncExitStack() as stack
-    ):  # calls that were starting a worker see that it is closed
-      for _ in range(self._num_workers):
+    async with self._closing, contextlib.AsyncExitStack() as stack:
+      await asyncio.gather(*(self._stop(worker) for worker in tuple(self._workers)))
+      for _ in range(self._num_workers):  # a call that was starting a worker stops it itself
         await stack.enter_async_context(self._slots)
 
   async def _attempt(self, body: bytes, *, fresh: bool) -> ToolResult:
@@ -222,10 +218,8 @@ class PythonSandbox:
       try:
         jail = _bubblewrap(interpreter, self._settings['readable'])
         command = jail + _python(interpreter, '/worker.py', settings)
-        return (
-          command,
-          f'bubblewrap (no network, minimal read-only root, own pids), {_probe(command)}',
-        )
+        locks = _probe(command)
+        return command, f'bubblewrap (no network, minimal read-only root, own pids), {locks}'
       except OSError as error:
         reason = str(error)
     if isolation != 'bubblewrap':
@@ -270,24 +264,21 @@ def _probe(command: list[str]) -> str:
     command, stdin=pipe, stdout=pipe, stderr=pipe, env=_ENVIRONMENT, cwd='/', start_new_session=True
   )
   timer = threading.Timer(_START_S, process.kill)
+  timer.daemon = True
   timer.start()
-  frames = []
-  try:
-    with process, contextlib.suppress(BrokenPipeError):
+  with process:
+    with contextlib.suppress(BrokenPipeError):  # it has died; what it said tells why
       process.stdin.write(struct.pack('>Q', len(code)) + code)
       process.stdin.flush()
-      for _ in range(2):
-        frames.append(process.stdout.read(int.from_bytes(process.stdout.read(8), 'big')))
+    hello, reply = (
+      process.stdout.read(int.from_bytes(process.stdout.read(8), 'big')) for _ in range(2)
+    )
+    with contextlib.suppress(BrokenPipeError):
       process.stdin.close()
-      said = process.stderr.read().decode(errors='replace').strip() or repr(frames)
-  finally:
-    timer.cancel()
-  hello, reply = frames
+    said = process.stderr.read().decode(errors='replace').strip() or repr(reply)
+  timer.cancel()
   if not (reply.startswith(b'ok ') and reply.endswith(b'\n1\n')):
-    raise OSError(f'exit status {process.returncode}, {said.splitlines()[-1]}')
-  files = (
-    'Landlock'
-    if hello
-    else 'missing Landlock: without bubblewrap a script can read what this user can'
-  )
-  return f'seccomp filter (no processes, threads, sockets, writes, signals), limits, no capabilities, {files}'
+    raise OSError(f'exit status {process.returncode}: {said.splitlines()[-1]}')
+  locks = 'seccomp (no processes, threads, sockets, writes, signals), limits, no capabilities'
+  files = 'Landlock' if hello else 'MISSING: Landlock, which hides the files of the host'
+  return f'{locks}, {files}'
