@@ -41,7 +41,7 @@ def _embedded() -> ConfigDict:
   c.env.max_turns = 3  # tool calls and answer; the call that would exceed it ends the episode
   c.env.observation_bytes = 24  # of tool output that the agent sees
   c.env.max_turn_tokens = 48  # sampled in one turn
-  c.env.max_tokens = 128  # of the whole episode, prompt and observations included
+  c.env.max_tokens = 144  # of the whole episode, prompt and observations included
   c.env.temperature = 1.0  # of sampling; training uses the same
 
   c.sandbox = ConfigDict()
@@ -72,9 +72,9 @@ def _embedded() -> ConfigDict:
   c.engine.prefill_buckets = (16, 48)  # lengths that are compiled
 
   c.supervised = ConfigDict()  # the warm start on scripted demonstrations
-  c.supervised.num_steps = 1000
+  c.supervised.num_steps = 800
   c.supervised.num_demonstrations = 20000
-  c.supervised.batch_size = 64  # demonstrations a step
+  c.supervised.batch_size = 60  # demonstrations a step
   c.supervised.learning_rate = 3e-3
   c.supervised.warmup_steps = 50
   c.supervised.tool_share = 0.5  # demonstrations that use the tool; the others answer at once

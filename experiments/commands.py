@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,37 +16,55 @@ RUNS = Path('runs')
 
 
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> flags.FlagValues:
-  """Flags of one command; `--config` names a file, `:variant` and `--config.x.y=z` change it.
-
-  Raises:
-    ValueError: one line that names what is wrong: an unknown flag or key with the nearest name, a value of the
-      wrong type, a config file that cannot be used.
-  """
+  """Flags of one command, from `define`. Raises ValueError: an unknown flag with the nearest name, a bad value."""
   values = flags.FlagValues()
-  config_flags.DEFINE_config_file(
-    'config', None, 'Config file, e.g. configs/beyondaime.py:grpo', flag_values=values
-  )
   define(values)
   flags.DEFINE_bool('help', False, 'Shows this.', short_name='h', flag_values=values)
   try:
     rest = values(list(argv))
-    config = values.config
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
     raise ValueError(_one_line(error)) from None
   if values.help:
     print(sys.modules['__main__'].__doc__)
-    print(values.main_module_help() or values.get_help())
+    print(values.get_help())
     raise SystemExit(DONE)
   if len(rest) > 1:
     raise ValueError(f'{rest[1]!r} is not a flag: flags are --name=value')
-  if config is None:
-    raise ValueError('--config is missing: for example --config=configs/beyondaime.py')
-  if not isinstance(config, ConfigDict):
-    name = next((a.partition('=')[2] for a in argv if a.startswith('--config=')), '')
-    path = name.partition(':')[0]
-    reason = 'no such file' if not Path(path).exists() else 'it has no usable get_config'
-    raise ValueError(f'--config={name}: {reason}')
   return values
+
+
+def parse_config(
+  argv: Sequence[str], define: Callable[[flags.FlagValues], None]
+) -> tuple[flags.FlagValues, ConfigDict]:
+  """As `parse`, with `--config=FILE[:variant]` and the overrides `--config.x.y=z`, which are checked by type.
+
+  Raises:
+    ValueError: one line that names what is wrong, with the nearest name of an unknown key.
+  """
+
+  def with_config(values):
+    config_flags.DEFINE_config_file('config', None, 'Config file.', flag_values=values)
+    define(values)
+
+  values = parse(argv, with_config)
+  name = next((a.partition('=')[2] for a in argv if a.startswith('--config=')), '')
+  if not name:
+    raise ValueError('--config is missing: for example --config=configs/beyondaime.py')
+  if not isinstance(values.config, ConfigDict):
+    path = Path(name.partition(':')[0])
+    if not path.exists():
+      raise ValueError(f'--config={name}: there is no file {path}')
+    raise ValueError(f'--config={name}: {_one_line(_config_error(path, name))}')
+  return values, values.config
+
+
+def _config_error(path: Path, name: str) -> Exception:
+  """Why the file gave no config: ml_collections keeps that to itself until a field is read."""
+  try:
+    runpy.run_path(str(path))['get_config'](*name.split(':', 1)[1:])
+  except Exception as error:
+    return error
+  return ValueError('get_config returned no ConfigDict')
 
 
 def run_name(argv: Sequence[str], config: ConfigDict) -> str:
@@ -55,7 +74,11 @@ def run_name(argv: Sequence[str], config: ConfigDict) -> str:
 
 
 def _one_line(error: Exception) -> str:
+  """The message on one line; of an error that carries a traceback as text, the line that matters."""
   text = str(error.args[0]) if error.args else str(error)
+  text = text.replace('\\n', ' ').replace("\\'", "'").strip('\'" ')
+  if 'Traceback' in text:
+    text = text.strip().splitlines()[-1]
   return ' '.join(text.split()) or type(error).__name__
 
 

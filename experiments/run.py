@@ -20,8 +20,7 @@ def main(argv: Sequence[str]) -> None:
   from sao_jax.report.plot import plot_run
 
   with commands.input_errors():
-    values = commands.parse(argv, _define)
-    config = values.config
+    values, config = commands.parse_config(argv, _define)
     parts = build.parts(config)
     workdir = Path(values.workdir or commands.RUNS / commands.run_name(argv, config))
     phases.claim(workdir, config)

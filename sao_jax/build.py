@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -86,6 +86,10 @@ def parts(config: ConfigDict) -> Parts:
   heldout = source
   if config.data.heldout_path:
     heldout = FilePrompts(config.data.heldout_path, seed=config.seed)
+  heldout = heldout.heldout(config.evaluation.num_problems)
+  check_prompts(heldout, config)
+  if config.data.path:
+    check_prompts(source.heldout(len(source)), config)
   return Parts(
     config=config,
     model=model,
@@ -103,7 +107,7 @@ def parts(config: ConfigDict) -> Parts:
     baseline=_baseline(config),
     source=source,
     practice=procedural,
-    heldout=heldout.heldout(config.evaluation.num_problems),
+    heldout=heldout,
     limits=_limits(config),
     frozen_counts=counts,
   )
@@ -134,7 +138,9 @@ class Services:
       stop_tokens=(tokens.EOT,),
     )
     self.engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
-    self.evaluation_engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
+    self.evaluation_engine = LocalEngine(
+      programs, jax.tree.map(jnp.copy, params), version=0
+    ).start()
     self.evaluation_slots = c.engine.num_slots
     self.play = self._player(c, self.engine, c.env.temperature)
     self.evaluation_play = self._player(c, self.evaluation_engine, c.evaluation.temperature)
@@ -168,6 +174,22 @@ class Services:
       await asyncio.to_thread(engine.close)
     await self._sandbox.close()
     await self._grader.close()
+
+
+def check_prompts(tasks: Iterable[Task], config: ConfigDict) -> None:
+  """Every question must leave room for an answer.
+
+  Raises:
+    ValueError: naming the longest question and what it needs.
+  """
+  longest = max(tasks, key=lambda task: len(tokens.prompt_tokens(task.question)))
+  size = len(tokens.prompt_tokens(longest.question))
+  if size + config.env.max_turn_tokens > config.env.max_tokens:
+    raise ValueError(
+      f'problem {longest.prompt_id} has {size} tokens, and with env.max_turn_tokens='
+      f'{config.env.max_turn_tokens} it does not fit env.max_tokens={config.env.max_tokens}: raise the '
+      f'latter to at least {size + config.env.max_turn_tokens}, or leave out long problems'
+    )
 
 
 def row_length(config: ConfigDict) -> int:

@@ -169,9 +169,9 @@ def make_learner(
     def loss(critic, micro, micro_targets):
       critic = jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, critic, frozen)
       hidden = model.apply(critic['backbone'], micro.tokens, micro.positions, micro.segment_ids)
-      return value_head.loss(
-        critic['head'], previous(hidden), micro_targets, micro.action_mask, denominator
-      )
+      # Padding may be NaN, and the head's gradient multiplies it by 0.
+      hidden = jnp.where(micro.action_mask[..., None] > 0, previous(hidden), 0)
+      return value_head.loss(critic['head'], hidden, micro_targets, micro.action_mask, denominator)
 
     def accumulate(carry, xs):
       return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(state.critic, *xs)), None
@@ -183,10 +183,8 @@ def make_learner(
     new = state.replace(critic=optax.apply_updates(state.critic, updates), critic_opt=opt)
     metrics = {
       'loss/critic': value,
-      'critic/grad_norm': optax.global_norm(grads),
-      'critic/explained_variance': diagnostics.explained_variance(
-        targets, values, batch.action_mask
-      ),
+      'critic/grad_norm': optax.tree.norm(grads),
+      'critic/explained_variance': _explained_variance(targets, values, batch.action_mask),
       'critic/value_mean': _mean(values, batch.action_mask),
       'critic/return_mean': _mean(targets, batch.action_mask),
     }
@@ -226,7 +224,7 @@ def make_learner(
     updates, opt = policy_tx.update(grads, opt, params)
     new = optax.apply_updates(params, updates)
     finite = _finite(values, grads)
-    return (new, opt), (values.sum(), optax.global_norm(grads), *_flat((logprobs, entropy)), finite)
+    return (new, opt), (values.sum(), optax.tree.norm(grads), *_flat((logprobs, entropy)), finite)
 
   def policy_phase(state, batch, advantages):
     """`policy_minibatches` policy steps; the first sees every r as the engine left it."""
@@ -282,7 +280,8 @@ def make_learner(
       values, bootstrap = evaluate_critic(critic, batch)
       lam = adv.length_adaptive_lambda(batch.num_actions, alpha=n.alpha)
       advantages = gae(adv.skip_observation_gae, batch, values, bootstrap, lam)
-      metrics['advantage/std'] = jnp.sqrt(_mean(advantages**2, batch.action_mask))
+      centered = advantages - _mean(advantages, batch.action_mask)
+      metrics['advantage/std'] = jnp.sqrt(_mean(centered**2, batch.action_mask))
     moved, policy_metrics, finite = policy_phase(state, batch, advantages)
     ok = ok & finite
     frozen_policy = before.step < n.policy_freeze_steps
@@ -302,6 +301,13 @@ def make_learner(
 def _mean(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Mean over action tokens; garbage elsewhere does not matter; 0 for an empty mask."""
   return jnp.where(mask > 0, x, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def _explained_variance(targets: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+  """NaN for a constant return: as V + A it is constant to rounding only, relative to V as well as to R."""
+  scale = _mean(targets**2 + values**2, mask)
+  defined = _mean((targets - _mean(targets, mask)) ** 2, mask) > 1e-10 * scale
+  return jnp.where(defined, diagnostics.explained_variance(targets, values, mask), jnp.nan)
 
 
 def freeze(tx: optax.GradientTransformation, frozen: Any) -> optax.GradientTransformation:

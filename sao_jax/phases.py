@@ -131,7 +131,8 @@ def _demonstrations(parts: build.Parts, step: int):
       slip_share=c.supervised.slip_share,
       observation_bytes=c.env.observation_bytes,
     )
-    rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
+    if len(shown.tokens) <= c.env.max_tokens:  # an episode that long could not be played either
+      rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
   return batching.pack(
     rows,
     row_length=build.row_length(c),
@@ -316,3 +317,37 @@ def first_evaluation(workdir: Path) -> float:
   """The held-out score before RL, as metrics.jsonl has it."""
   rows = read_metrics(workdir / 'metrics.jsonl')
   return next(row['eval/pass@1'] for row in rows if 'eval/pass@1' in row)
+
+
+def saved_config(workdir: Path) -> ConfigDict:
+  """The config of the run in a workdir.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  path = workdir / 'config.json'
+  if not path.exists():
+    raise ValueError(f'{workdir} holds no run: there is no config.json in it')
+  return ConfigDict(json.loads(path.read_text()), convert_dict=True)
+
+
+def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
+  """Policy params of a checkpoint of a run, the last one for None, and its update.
+
+  Raises:
+    ValueError: if there is no such checkpoint.
+  """
+  root = workdir / 'checkpoints' / 'rl'
+  steps = checkpoint.steps(root)
+  if not steps or step not in (None, *steps):
+    raise ValueError(
+      f'{root} has checkpoints of the updates {steps}: step {step} is not among them'
+    )
+  policy = parts.init_policy(jax.random.key(0))
+  like = learner.init_state(
+    policy, parts.init_critic(policy, 0.0), parts.policy_tx, parts.critic_tx
+  )
+  chosen = steps[-1] if step is None else step
+  # The id of the run as it was trained: evaluation settings may differ here.
+  identity = run_id(saved_config(workdir))
+  return checkpoint.restore(root, chosen, like, run_id=identity).state.policy, chosen

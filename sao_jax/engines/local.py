@@ -29,7 +29,7 @@ class LocalEngine:
 
   More episodes than slots: requests wait first come, first served. An episode that is with its tool keeps its slot
   unless a request waits and no slot is free; then the one that is away longest loses it, and its next turn is
-  prefilled from the start. Its tokens are the same either way.
+  prefilled from the start. Its tokens are the same either way, unless the weights changed since it began.
 
   A prefix that goes on from what the slot holds is prefilled from there. Any other prefix is prefilled from the start
   and counted as broken. After a weight swap an episode keeps the keys and values that older weights made; the tokens

@@ -149,15 +149,20 @@ def _join(x, length):
   return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:length]
 
 
-def _distribution(hidden, unembedding, temperature):
-  """(logits [chunk, V] after temperature, their log-normaliser [chunk])."""
-  logits = _dot('nd,vd->nv', hidden, unembedding) / temperature
-  return logits, jax.nn.logsumexp(logits, axis=-1)
+def _log_softmax(hidden, unembedding, temperature):
+  """[chunk, V]. Relative to the largest logit, so that a probability near 1 keeps its digits."""
+  return jax.nn.log_softmax(_dot('nd,vd->nv', hidden, unembedding) / temperature)
 
 
 def _chosen(tokens, size):
   """[chunk, V] bool. A comparison that fuses with its use, and works on a sharded V."""
   return tokens[:, None] == jnp.arange(size)
+
+
+def _plogp(logprobs):
+  """p log p, 0 at p = 0."""
+  probs = jnp.exp(logprobs)
+  return jnp.where(probs > 0, probs * logprobs, 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -166,14 +171,13 @@ def _logprobs(hidden, unembedding, tokens, temperature, chunk, entropy):
 
   def one(_, rows):
     hidden, tokens = rows
-    logits, normaliser = _distribution(hidden, unembedding, temperature)
-    logit = jnp.where(_chosen(tokens, size), logits, 0.0).sum(axis=-1)
+    logprobs = _log_softmax(hidden, unembedding, temperature)
     valid = (tokens >= 0) & (tokens < size)
-    logprob = jnp.where(valid, logit - normaliser, jnp.nan)
+    logprob = jnp.where(_chosen(tokens, size), logprobs, 0.0).sum(axis=-1)
+    logprob = jnp.where(valid, logprob, jnp.nan)
     if not entropy:
       return None, (logprob, jnp.zeros_like(logprob))
-    probs = jnp.exp(logits - normaliser[:, None])
-    return None, (logprob, normaliser - jnp.where(probs > 0, probs * logits, 0.0).sum(axis=-1))
+    return None, (logprob, -_plogp(logprobs).sum(axis=-1))
 
   _, out = jax.lax.scan(one, None, (_split(hidden, chunk), _split(tokens, chunk)))
   return tuple(_join(x, len(tokens)) for x in out)
@@ -193,15 +197,15 @@ def _backward(chunk, entropy, residuals, cotangents):
     hidden, tokens, d_logprob, d_entropy = rows
     used = (d_logprob != 0) | (d_entropy != 0)
     hidden = jnp.where(used[:, None], hidden, 0)
-    logits, normaliser = _distribution(hidden, unembedding, temperature)
-    logprobs = logits - normaliser[:, None]
+    logprobs = _log_softmax(hidden, unembedding, temperature)
     probs = jnp.exp(logprobs)
     # d logprob / d logits = onehot - p
     d_logits = d_logprob[:, None] * (_chosen(tokens, size) - probs)
     if entropy:  # d entropy / d logits = -p (log p + entropy)
-      plogp = jnp.where(probs > 0, probs * logprobs, 0.0)
+      plogp = _plogp(logprobs)
       d_logits -= d_entropy[:, None] * (plogp - probs * plogp.sum(axis=-1, keepdims=True))
-    d_temperature -= (d_logits * logits).sum() / temperature
+    # d_logits of a row add up to 0, so log-probabilities serve as logits here.
+    d_temperature -= (d_logits * logprobs).sum() / temperature
     d_products = (d_logits / temperature).astype(dtype)
     d_unembedding += _dot('nv,nd->vd', d_products, hidden)
     return (d_unembedding, d_temperature), _dot('nv,vd->nd', d_products, unembedding)

@@ -1,0 +1,91 @@
+"""Scores a checkpoint on a file of problems, or on the held-out problems of its run.
+
+  python experiments/evaluate.py --workdir=runs/NAME [--step=N] [--problems=FILE] [--samples=N]
+      [--temperature=T] [--limit=N] [--output=FILE.jsonl]
+
+Prints pass@1 with its standard error; --output writes every episode, one JSON object a line.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import commands
+from absl import flags
+
+
+def main(argv: Sequence[str]) -> None:
+  from sao_jax import build, phases, tokens
+  from sao_jax.envs.prompts import FilePrompts
+  from sao_jax.evaluate import evaluate
+
+  with commands.input_errors():
+    values = commands.parse(argv, _define)
+    if not values.workdir:
+      raise ValueError('--workdir is missing: for example --workdir=runs/beyondaime-sao')
+    for name in ('samples', 'limit'):
+      if values[name].value is not None and values[name].value < 1:
+        raise ValueError(f'--{name}={values[name].value} must be at least 1')
+    workdir = Path(values.workdir)
+    config = phases.saved_config(workdir)
+    if values.samples:
+      config.evaluation.samples = values.samples
+    if values.temperature is not None:
+      config.evaluation.temperature = values.temperature
+    parts = build.parts(config)
+    tasks = parts.heldout
+    if values.problems:
+      tasks = FilePrompts(values.problems, seed=0).heldout(10**9)
+    tasks = tasks[: values.limit]
+    build.check_prompts(tasks, config)
+    params, step = phases.saved_policy(parts, workdir, values.step)
+
+  async def score():
+    services = build.Services(parts, params)
+    try:
+      return await evaluate(
+        services.evaluation_play,
+        tasks,
+        name='eval',
+        samples=config.evaluation.samples,
+        seed=config.seed,
+        concurrency=services.evaluation_slots,
+        timeout_s=parts.limits.episode_timeout_s,
+        retries=parts.limits.retries,
+      )
+    finally:
+      await services.close()
+
+  result = asyncio.run(score())
+  if values.output:
+    with open(values.output, 'w') as file:
+      for t in result.trajectories:
+        row = {'prompt': t.prompt_id, 'reward': t.reward, 'stop_reason': t.stop_reason, **t.info}
+        file.write(json.dumps({**row, 'episode': tokens.show(t.tokens)}) + '\n')
+  print(
+    f'pass@1 {result.pass_at_1:.3f}, standard error {result.standard_error:.3f}: {len(tasks)} problems, '
+    f'{len(result.trajectories)} episodes, {result.failed} without a verdict, update {step} of {workdir}'
+  )
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_string('workdir', '', 'Folder of the run.', flag_values=values)
+  flags.DEFINE_integer(
+    'step', None, 'Update of the checkpoint; the last one if absent.', flag_values=values
+  )
+  flags.DEFINE_string(
+    'problems', '', 'A .jsonl or .csv file; the held-out problems if absent.', flag_values=values
+  )
+  flags.DEFINE_integer(
+    'samples', None, 'Episodes a problem; as in the config if absent.', flag_values=values
+  )
+  flags.DEFINE_float(
+    'temperature', None, 'Of sampling; as in the config if absent.', flag_values=values
+  )
+  flags.DEFINE_integer('limit', None, 'Only the first N problems.', flag_values=values)
+  flags.DEFINE_string('output', '', 'Where to write the episodes, JSON lines.', flag_values=values)
+
+
+if __name__ == '__main__':
+  commands.run(main)
