@@ -1,5 +1,6 @@
 """What the commands share: flags, exit codes, and what a process sets before JAX starts."""
 
+import ast
 import contextlib
 import os
 import runpy
@@ -76,7 +77,8 @@ def run_name(argv: Sequence[str], config: ConfigDict) -> str:
 def _one_line(error: Exception) -> str:
   """The message on one line; of an error that carries a traceback as text, the line that matters."""
   text = str(error.args[0]) if error.args else str(error)
-  text = text.replace('\\n', ' ').replace("\\'", "'").strip('\'" ')
+  if text[:1] == text[-1:] == "'":  # ml_collections quotes what it says of an unknown key
+    text = f'config key {ast.literal_eval(text)}'
   if 'Traceback' in text:
     text = text.strip().splitlines()[-1]
   return ' '.join(text.split()) or type(error).__name__

@@ -272,10 +272,10 @@ def _check(c: ConfigDict) -> None:
       f'sao.advantages={c.sao.advantages!r} with sao.critic_updates={c.sao.critic_updates}: gae needs a '
       'critic (at least 1), the others have none (0)'
     )
-  if c.sao.critic_updates and not c.value.num_batches:
+  if bool(c.sao.critic_updates) != bool(c.value.num_batches):
     raise ValueError(
-      'value.num_batches=0 with a critic: it must be at least 1, since the value head starts from the mean '
-      'return of the first batch'
+      f'value.num_batches={c.value.num_batches} with sao.critic_updates={c.sao.critic_updates}: with a critic it '
+      'must be at least 1, since the value head starts from the mean return of the first batch; without one, 0'
     )
   failures.check_deadlines(
     [

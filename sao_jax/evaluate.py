@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.failures import RunFailed, may_retry
 from sao_jax.types import EpisodeFailure, Task, Trajectory
 
 
@@ -32,8 +32,8 @@ async def evaluate(
 ) -> Evaluation:
   """Plays `samples` episodes of every task.
 
-  An episode that fails is played again up to `retries` times; after that it is counted in `failed` and
-  left out, never scored 0.
+  An episode that fails is played again up to `retries` times, where that can help; after that it is counted in
+  `failed` and left out, never scored 0.
 
   Args:
     play: (task, *, episode, group, seed) -> Trajectory.
@@ -43,6 +43,7 @@ async def evaluate(
 
   Raises:
     RunFailed: if some problem has no episode with a verdict: its score would be an invention.
+    Exception: a bug in an episode, as it was raised there.
   """
   room = asyncio.Semaphore(concurrency)
 
@@ -62,17 +63,23 @@ async def evaluate(
           if np.isfinite(trajectory.reward):
             return trajectory
           failure = ValueError(f'reward {trajectory.reward}')
-        except (EpisodeFailure, TimeoutError) as error:
+        except TimeoutError as error:
           failure = error
+        except EpisodeFailure as error:
+          failure = error
+          if not may_retry(error.kind, attempt + 1, retries):
+            break
     return failure
 
-  # A bug in one episode cancels the others.
-  async with asyncio.TaskGroup() as group:
-    futures = {
-      (index, sample): group.create_task(one(index, sample))
-      for index in range(len(tasks))
-      for sample in range(samples)
-    }
+  try:
+    async with asyncio.TaskGroup() as group:
+      futures = {
+        (index, sample): group.create_task(one(index, sample))
+        for index in range(len(tasks))
+        for sample in range(samples)
+      }
+  except ExceptionGroup as bugs:  # the first one cancelled the other episodes
+    raise bugs.exceptions[0] from None
   results = {key: future.result() for key, future in futures.items()}
   finished = {key: t for key, t in results.items() if isinstance(t, Trajectory)}
   scores = []

@@ -124,9 +124,11 @@ def _demonstrations(parts: build.Parts, step: int):
   size = c.supervised.batch_size
   rows = []
   for index in range(step * size, (step + 1) * size):
+    index %= c.supervised.num_demonstrations
     shown = demonstration(
-      parts.practice.task(index % c.supervised.num_demonstrations),
-      np.random.default_rng([c.seed, index % c.supervised.num_demonstrations]),
+      parts.practice.task(index),
+      # A stream of its own: the task's kind is drawn from [seed, index], and must not decide the tool.
+      np.random.default_rng([c.seed, index, 1]),
       tool_share=c.supervised.tool_share,
       slip_share=c.supervised.slip_share,
       observation_bytes=c.env.observation_bytes,

@@ -146,7 +146,7 @@ def episode(name, tokens, mask, ratios, versions, reward, *, truncated=False, te
 
 def episodes(ratios=None, **kwargs):
   """Ten action tokens; under the bound of 2 versions one of `a` and that of `c` are too old to train."""
-  r = ratios or {'a': [1, 1.2, 0.8], 'b': [0.6, 1, 1.4], 'c': [1.1], 'd': [7, 1, 0.9]}
+  r = ratios or {'a': [1, 1.2, 0.8], 'b': [0.6, 1, 1.4], 'c': [1.1], 'd': [7, 5, 0.9]}
   mask_b = [0, 0, 1, 0, 0, 1, 1]
   return [
     episode('a', [1, 2, 3, 4, 2], [0, 1, 1, 0, 1], r['a'], [1, 6, 7], 1.0, **kwargs),
