@@ -72,7 +72,8 @@ def _embedded() -> ConfigDict:
   c.engine.prefill_buckets = (16, 48)  # lengths that are compiled
 
   c.supervised = ConfigDict()  # the warm start on scripted demonstrations
-  c.supervised.num_steps = 800
+  c.supervised.workdir = ''  # of another run, whose warm start this one takes over; '' makes one
+  c.supervised.num_steps = 700
   c.supervised.num_demonstrations = 20000
   c.supervised.batch_size = 60  # demonstrations a step
   c.supervised.learning_rate = 3e-3

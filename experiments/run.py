@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> None:
     values, config = commands.parse_config(argv, _define)
     parts = build.parts(config)
     workdir = Path(values.workdir or commands.RUNS / commands.run_name(argv, config))
+    phases.check_warm_start(config)
     phases.claim(workdir, config)
   started = time.monotonic()
   with Panel(config.train.num_steps, title=str(workdir)) as panel:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
       stop = asyncio.Event()
       for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-      return await phases.execute(parts, workdir, stop=stop, show=panel.update, note=panel.note)
+      return await phases.execute(parts, workdir, stop=stop, screen=panel)
 
     result = asyncio.run(until_signal())
   first = phases.first_evaluation(workdir)

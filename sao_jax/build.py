@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,7 +60,7 @@ def parts(config: ConfigDict) -> Parts:
   _check(config)
   model = _model(config)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  policy_tx, critic_tx = _adamw(config.policy), _adamw(config.critic)
+  policy_tx, critic_tx = _adamw('policy', config.policy), _adamw('critic', config.critic)
   head_init, value_head = _value_head(config)
   frozen, counts = {}, 'no critic'
   if config.sao.critic_updates:
@@ -68,7 +69,14 @@ def parts(config: ConfigDict) -> Parts:
       critic_tx = learner.freeze(critic_tx, frozen)
   supervised = config.supervised
   supervised_tx = _adamw(
-    ConfigDict({**config.policy, 'learning_rate': supervised.learning_rate}),
+    'supervised',
+    ConfigDict(
+      {
+        **config.policy,
+        'learning_rate': supervised.learning_rate,
+        'warmup_steps': supervised.warmup_steps,
+      }
+    ),
     optax.warmup_cosine_decay_schedule(
       0.0,
       supervised.learning_rate,
@@ -226,6 +234,15 @@ def _check(c: ConfigDict) -> None:
     'supervised.batch_size': 1,
     'value.num_batches': 0,
     'value.updates_per_batch': 1,
+    'value.num_bins': 2,
+    'engine.num_slots': 1,
+    'engine.decode_steps': 1,
+    'engine.prefill_rows': 1,
+    'sandbox.num_workers': 1,
+    'sandbox.memory_mb': 64,
+    'sandbox.output_bytes': 1,
+    'env.observation_bytes': 1,
+    'supervised.num_demonstrations': 1,
     'seed': 0,
   }
   for field, least in minimum.items():
@@ -253,6 +270,20 @@ def _check(c: ConfigDict) -> None:
   _one_of(c, 'sao.advantage_values', ('after', 'before'))
   _one_of(c, 'value.head', ('scalar', 'categorical'))
   losses.dis(c.sao.eps_low, c.sao.eps_high)
+  if not (0 < c.sao.clip_low <= 1 and c.sao.clip_high > 0):
+    raise ValueError(
+      f'sao.clip_low={c.sao.clip_low} must be in (0, 1] and sao.clip_high={c.sao.clip_high} above 0'
+    )
+  if not (c.value.low < c.value.high and c.value.sigma_ratio > 0):
+    raise ValueError(
+      f'value.low={c.value.low} must be below value.high={c.value.high}, and value.sigma_ratio='
+      f'{c.value.sigma_ratio} above 0'
+    )
+  buckets = c.engine.prefill_buckets
+  if not buckets or not all(1 <= bucket <= c.env.max_tokens for bucket in buckets):
+    raise ValueError(
+      f'engine.prefill_buckets={tuple(buckets)} must be lengths from 1 to env.max_tokens={c.env.max_tokens}'
+    )
   if c.model.num_experts:
     raise ValueError(
       f'model.num_experts={c.model.num_experts}: this version trains dense decoders only; set it to 0'
@@ -297,11 +328,20 @@ def _model(c: ConfigDict) -> Model:
   return transformer.make(vocab_size=tokens.VOCAB_SIZE, **shape)
 
 
-def _adamw(section: ConfigDict, schedule=None) -> optax.GradientTransformation:
+def _adamw(name: str, section: ConfigDict, schedule=None) -> optax.GradientTransformation:
   """Clip by global norm, then AdamW under a linear warm-up to a constant rate."""
-  for name in ('learning_rate', 'clip_norm'):
-    if not section[name] > 0:
-      raise ValueError(f'{name}={section[name]} must be above 0')
+  rules = {
+    'learning_rate': (lambda x: 0 < x < math.inf, 'a finite number above 0'),
+    'clip_norm': (lambda x: x > 0, 'above 0; inf turns clipping off'),
+    'eps': (lambda x: 0 < x < math.inf, 'a finite number above 0'),
+    'b1': (lambda x: 0 <= x < 1, 'in [0, 1)'),
+    'b2': (lambda x: 0 <= x < 1, 'in [0, 1)'),
+    'weight_decay': (lambda x: 0 <= x < math.inf, 'a finite number, 0 or more'),
+    'warmup_steps': (lambda x: x >= 0, '0 or more'),
+  }
+  for field, (holds, words) in rules.items():
+    if not holds(section[field]):
+      raise ValueError(f'{name}.{field}={section[field]} must be {words}')
   if schedule is None:
     schedule = optax.schedules.linear_schedule(
       section.learning_rate / (section.warmup_steps + 1),
@@ -348,7 +388,7 @@ def _frozen(c: ConfigDict, policy_shapes: Any, head_init) -> tuple[Any, str]:
   """Tree of bools like the critic, True on frozen leaves, and the counts in words."""
   labels = transformer.partition(policy_shapes)
   is_frozen = jax.tree.map(lambda x: c.sao.freeze_attention and x == 'attention', labels)
-  head = jax.eval_shape(functools.partial(head_init, c.model.width, 0.0))
+  head = head_init(c.model.width, (c.value.low + c.value.high) / 2)
   counts = transformer.partition_counts(policy_shapes, labels)
   words = ', '.join(
     f'{label} {n} arrays of {size} parameters' for label, (n, size) in counts.items()
@@ -426,7 +466,6 @@ def _objective(c: ConfigDict) -> learner.PolicyObjective:
     'decoupled_ppo': lambda: learner.PolicyObjective(decoupled, uses_old_logprobs=True),
   }
   _one_of(c, 'sao.objective', tuple(objectives))
-  losses.dis(c.sao.clip_low, c.sao.clip_high)
   return objectives[c.sao.objective]()
 
 
@@ -453,7 +492,7 @@ def _baseline(c: ConfigDict) -> Baseline:
   """Advantages that the host computes from the rewards of an update and what it remembers of earlier ones."""
   kind = c.sao.advantages
   if kind == 'gae':
-    return lambda trajectories, memory: (None, memory)
+    return functools.partial(_no_baseline, c)
 
   def running_mean(trajectories: list[Trajectory], memory):
     rewards = [t.reward for t in trajectories]
@@ -481,6 +520,18 @@ def _baseline(c: ConfigDict) -> Baseline:
     ), memory
 
   return running_mean if kind == 'running_mean' else grouped
+
+
+def _no_baseline(c: ConfigDict, trajectories: list[Trajectory], memory):
+  """The critic is the baseline. A categorical one cannot represent a return outside its support."""
+  if c.value.head == 'categorical':
+    for t in trajectories:
+      if not c.value.low <= t.reward <= c.value.high:
+        raise failures.RunFailed(
+          f'episode {t.episode} has return {t.reward}, outside value.low={c.value.low} to value.high='
+          f'{c.value.high}: widen the support of the categorical head'
+        )
+  return None, memory
 
 
 def _limits(c: ConfigDict) -> dispatch.Limits:

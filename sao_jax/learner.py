@@ -293,7 +293,8 @@ def make_learner(
 
   def update_critic(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     new, metrics, ok = critic_phase(state, batch)
-    return _select(ok, new, state.replace(skipped=state.skipped + 1)), metrics
+    state = _select(ok, new, state.replace(skipped=state.skipped + 1))
+    return state, {**metrics, 'updates/skipped': state.skipped, 'updates/skipped_now': 1 - ok}
 
   return Learner(update, update_critic)
 

@@ -72,7 +72,7 @@ async def train(run: Run, state: TrainState) -> TrainState:
     state, measured = await asyncio.to_thread(update_once, run.learner.update, state, batch)
     publish(run.engine, state)
     run.dispatcher.trained(trajectories, version=version + 1)
-    _check_finite(run, measured)
+    check_finite(run, measured)
 
     now, health, totals = run.clock(), run.engine.health(), run.dispatcher.totals()
     metrics = {
@@ -93,9 +93,11 @@ async def train(run: Run, state: TrainState) -> TrainState:
   return state
 
 
-async def take(run: Run) -> list[Trajectory]:
-  """The next batch of trajectories, oldest started first. Raises `Stopped` on a signal, with nothing taken."""
-  taking = asyncio.create_task(run.dispatcher.take(run.batch_size))
+async def take(run: Run, *, in_order: bool = False) -> list[Trajectory]:
+  """The next batch of trajectories, see `Dispatcher.take`. Raises `Stopped` on a signal, with nothing taken."""
+  if run.stop.is_set():  # also where a batch is always ready
+    raise Stopped
+  taking = asyncio.create_task(run.dispatcher.take(run.batch_size, in_order=in_order))
   stopping = asyncio.create_task(run.stop.wait())
   await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
   stopping.cancel()
@@ -157,7 +159,8 @@ def update_once(update, state: TrainState, batch: Batch):
   return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def _check_finite(run: Run, measured: dict[str, float]) -> None:
+def check_finite(run: Run, measured: dict[str, float]) -> None:
+  """Raises RunFailed after too many updates in a row that were not finite."""
   skipped = measured['updates/skipped_now']
   run.skipped_in_row = run.skipped_in_row + 1 if skipped else 0
   if run.skipped_in_row >= run.max_skipped_in_row:

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,31 @@ from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime.clock import real_clock
 from sao_jax.runtime.dispatch import Dispatcher
+from sao_jax.runtime.failures import RunFailed
 from sao_jax.runtime.ledger import Ledger
 
-Show = Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
+
+class Screen(Protocol):
+  """Where a run tells how it goes; `report.panel.Panel` is one."""
+
+  def update(self, phase: str, step: int, total: int, metrics: dict[str, Any]) -> None: ...
+
+  def score(self, metrics: dict[str, Any]) -> None: ...
+
+  def note(self, text: str) -> None: ...
 
 
 def run_id(config: ConfigDict) -> str:
   """Of a workdir: equal configs have equal ids, and a checkpoint of another id is refused."""
   return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_warm_start(config: ConfigDict) -> None:
+  """Raises ValueError if `supervised.workdir` names no run with a warm start."""
+  if path := config.supervised.workdir:
+    saved_config(Path(path))
+    if not checkpoint.steps(Path(path) / 'checkpoints' / 'supervised'):
+      raise ValueError(f'supervised.workdir={path}: that run has no warm start yet')
 
 
 def claim(workdir: Path, config: ConfigDict) -> None:
@@ -67,7 +84,7 @@ def _difference(theirs: Any, ours: Any, prefix: str = '') -> str:
 
 
 async def execute(
-  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, show: Show, note: Callable[[str], None]
+  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen
 ) -> dict[str, float]:
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
 
@@ -76,46 +93,56 @@ async def execute(
     RunFailed, CheckpointError, LedgerError: with the reason.
   """
   identity = run_id(parts.config)
-  note(parts.frozen_counts)
-  warm = await warm_start(parts, workdir, identity, stop=stop, show=show, note=note)
+  screen.note(parts.frozen_counts)
+  warm = await warm_start(parts, workdir, identity, stop=stop, screen=screen)
   async with _services(parts, warm) as services:
-    return await _learn(parts, workdir, identity, warm, services, stop=stop, show=show, note=note)
+    return await _learn(parts, workdir, identity, warm, services, stop=stop, screen=screen)
 
 
 async def warm_start(
-  parts: build.Parts, workdir: Path, identity: str, *, stop: asyncio.Event, show: Show, note
+  parts: build.Parts, workdir: Path, identity: str, *, stop: asyncio.Event, screen: Screen
 ) -> Any:
   """Policy params after supervised training on scripted demonstrations."""
   c = parts.config
   root = workdir / 'checkpoints' / 'supervised'
+  if c.supervised.workdir:
+    root = Path(c.supervised.workdir) / 'checkpoints' / 'supervised'
+    identity = run_id(saved_config(Path(c.supervised.workdir)))
   params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
   state = {'params': params, 'opt': parts.supervised_tx.init(params)}
   done = 0
   if saved := checkpoint.steps(root):
     done = saved[-1]
     state = checkpoint.restore(root, done, state, run_id=identity).state
+  if c.supervised.workdir:
+    screen.note(f'the warm start of {c.supervised.workdir}, after {done} steps')
+    return state['params']
   save = functools.partial(checkpoint.save, root, host={}, trajectories=(), run_id=identity, keep=1)
   update = jax.jit(parts.supervised_update, donate_argnums=(0, 1))
+  batch = _demonstrations(parts, done)
   for step in range(done, c.supervised.num_steps):
     if stop.is_set():
       await asyncio.to_thread(save, step, state)
       raise loop.Stopped
-
-    def one(step=step, state=state):
-      params, opt, loss = update(state['params'], state['opt'], _demonstrations(parts, step))
-      return {'params': params, 'opt': opt}, float(loss)
-
-    state, loss = await asyncio.to_thread(one)
+    (state, loss), batch = await asyncio.gather(
+      asyncio.to_thread(_supervised_step, update, state, batch),
+      asyncio.to_thread(_demonstrations, parts, step + 1),  # the next batch, meanwhile
+    )
     if not np.isfinite(loss):
-      raise loop.RunFailed(
+      raise RunFailed(
         f'the loss of warm-start step {step} is {loss}: lower supervised.learning_rate'
       )
-    show('warm start', step + 1, c.supervised.num_steps, {'loss/supervised': loss})
+    screen.update('warm start', step + 1, c.supervised.num_steps, {'loss/supervised': loss})
   if done < c.supervised.num_steps:
     await asyncio.to_thread(save, c.supervised.num_steps, state)
   elif done:
-    note('the warm start is in the workdir already')
+    screen.note('the warm start is in the workdir already')
   return state['params']
+
+
+def _supervised_step(update, state: dict[str, Any], batch) -> tuple[dict[str, Any], float]:
+  params, opt, loss = update(state['params'], state['opt'], batch)
+  return {'params': params, 'opt': opt}, float(loss)
 
 
 def _demonstrations(parts: build.Parts, step: int):
@@ -153,7 +180,7 @@ async def _services(parts: build.Parts, params: Any) -> AsyncIterator[build.Serv
     await services.close()
 
 
-async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) -> dict[str, float]:
+async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> dict[str, float]:
   """Value pretraining and RL on running services."""
   c = parts.config
   root = workdir / 'checkpoints' / 'rl'
@@ -166,7 +193,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
   saved = checkpoint.steps(root)
   restored = checkpoint.restore(root, saved[-1], fresh, run_id=identity) if saved else None
   host = restored.host if restored else {}
-  note(f'tools run in: {services.description}')
+  screen.note(f'tools run in: {services.description}')
   clock = real_clock(host.get('time_s', 0.0))
   state = restored.state if restored else fresh
   services.engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
@@ -182,7 +209,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
     snapshot=host.get('dispatcher'),
     trajectories=restored.trajectories if restored else (),
   )
-  evaluations = Evaluations(parts, services, writer, note)
+  evaluations = Evaluations(parts, services, writer, screen)
   run = loop.Run(
     workdir=workdir,
     run_id=identity,
@@ -198,7 +225,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
     stop=stop,
     evaluate=evaluations.start,
     baseline=parts.baseline,
-    show=show,
+    show=screen.update,
     num_steps=c.train.num_steps,
     batch_size=c.train.batch_size,
     max_staleness=c.runtime.max_staleness,
@@ -214,10 +241,10 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
   try:
     if restored is None:
       await evaluations.now(state.policy, 0)
-      state = await pretrain_values(run, parts, state, note)
+      state = await pretrain_values(run, parts, state, screen)
       await loop.save(run, state)
     else:
-      note(f'resumed at update {int(state.step)} of {c.train.num_steps}')
+      screen.note(f'resumed at update {int(state.step)} of {c.train.num_steps}')
     state = await loop.train(run, state)
     await evaluations.finish()
     reason = 'run_ended'
@@ -232,12 +259,14 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, show, note) 
     writer.close()
 
 
-async def pretrain_values(run: loop.Run, parts: build.Parts, state: TrainState, note) -> TrainState:
+async def pretrain_values(
+  run: loop.Run, parts: build.Parts, state: TrainState, screen: Screen
+) -> TrainState:
   """Trains the critic alone on rollouts of the warm start, and reports the explained variance that it has on
   each batch before learning from it."""
   c = parts.config
   for index in range(c.value.num_batches):
-    trajectories = await loop.take(run)
+    trajectories = await loop.take(run, in_order=True)
     if index == 0:
       mean_return = float(np.mean([t.reward for t in trajectories]))
       critic = parts.init_critic(state.policy, mean_return)
@@ -248,12 +277,13 @@ async def pretrain_values(run: loop.Run, parts: build.Parts, state: TrainState, 
       state, metrics = await asyncio.to_thread(
         loop.update_once, run.learner.update_critic, state, batch
       )
+      loop.check_finite(run, metrics)
       measured.append(metrics)
     first = measured[0]
     run.dispatcher.trained(trajectories, version=0, reason='value_pretraining')
     metrics = {'reward/mean': float(np.mean([t.reward for t in trajectories])), **first}
     run.show('value pretraining', index + 1, c.value.num_batches, metrics)
-    note(
+    screen.note(
       f'value pretraining {index + 1}/{c.value.num_batches}: explained variance '
       f'{first["critic/explained_variance"]:.3f} on rollouts that the critic had not seen'
     )
@@ -267,8 +297,7 @@ class Evaluations:
   parts: build.Parts
   services: build.Services
   writer: MetricsWriter
-  note: Callable[[str], None]
-  last: dict[str, float] = dataclasses.field(default_factory=dict)
+  screen: Screen
   running: asyncio.Task | None = None
 
   def start(self, params: Any, step: int) -> None:
@@ -295,13 +324,14 @@ class Evaluations:
       timeout_s=self.parts.limits.episode_timeout_s,
       retries=self.parts.limits.retries,
     )
-    self.last = summary.of_evaluation(result)
-    self.writer.write(step, self.last)
-    self.note(
+    metrics = summary.of_evaluation(result)
+    self.writer.write(step, metrics)
+    self.screen.score(metrics)
+    self.screen.note(
       f'held-out pass@1 after {step} updates: {result.pass_at_1:.3f} '
       f'(standard error {result.standard_error:.3f}, {len(result.trajectories)} episodes)'
     )
-    return self.last
+    return metrics
 
   async def finish(self) -> None:
     """Waits for what was started."""

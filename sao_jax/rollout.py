@@ -10,7 +10,6 @@ from sao_jax.types import (
   FinishReason,
   Outcome,
   Request,
-  StopReason,
   Task,
   Trajectory,
 )
@@ -54,7 +53,7 @@ async def run_episode(
   """Plays one episode to its end and returns it token by token.
 
   A turn that is cut by a budget before the agent ended it ends the episode as truncated, with the reward
-  that it has earned (0 where only the final answer is rewarded): the policy caused it, so it is data. The
+  that it has earned (`Env.cut`): the policy caused it, so it is data. The
   observation that would not leave room for an answer is not appended.
 
   Args:
@@ -77,7 +76,7 @@ async def run_episode(
             FailureKind.DATA,
             f'the prompt of {task.prompt_id} has {len(turn.tokens)} tokens, and an episode {max_tokens}',
           )
-        outcome = _cut()
+        outcome = env.cut()
         break
       record.observe(turn.tokens)
       generation = await engine.generate(
@@ -93,7 +92,7 @@ async def run_episode(
         raise EpisodeFailure(FailureKind.INFRA, 'the engine aborted the generation')
       record.act(generation, turn_index)
       if generation.finish_reason is not FinishReason.STOP:
-        outcome = _cut()
+        outcome = env.cut()
         break
       result = await env.step(generation.tokens)
       if isinstance(result, Outcome):
@@ -104,11 +103,6 @@ async def run_episode(
     engine.release(episode)
     await env.close()
   return _finish(record, outcome, task, episode, group)
-
-
-def _cut() -> Outcome:
-  """The token budget ended the episode before the agent did."""
-  return Outcome(reward=0.0, terminated=False, truncated=True, stop_reason=StopReason.TOKEN_LIMIT)
 
 
 def _finish(record, outcome: Outcome, task: Task, episode: str, group: str) -> Trajectory:

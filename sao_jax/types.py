@@ -62,7 +62,9 @@ class Task:
   prompt_id: str  # unique in its data set, stable across runs
   question: str
   answer: str  # the reference answer; never shown to the agent
-  info: dict[str, Any] = dataclasses.field(default_factory=dict)  # e.g. kind and level of the problem
+  info: dict[str, Any] = dataclasses.field(
+    default_factory=dict
+  )  # e.g. kind and level of the problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,9 @@ class Env(Protocol):
 
   async def step(self, action: np.ndarray) -> Turn | Outcome: ...
 
+  def cut(self) -> Outcome:
+    """The outcome where the token budget ends the episode: truncated, with the reward that it has earned."""
+
   async def close(self) -> None: ...
 
 
@@ -109,8 +114,12 @@ class Generation:
   """What an engine sampled. All arrays have one entry a sampled token."""
 
   tokens: np.ndarray  # [n] int32, the stop token included
-  behavior_logprobs: np.ndarray  # [n] float32, nats, under the weights and temperature that sampled it
-  version_spans: tuple[tuple[int, int], ...]  # (version, number of tokens) in order; the numbers add up to n
+  behavior_logprobs: (
+    np.ndarray
+  )  # [n] float32, nats, under the weights and temperature that sampled it
+  version_spans: tuple[
+    tuple[int, int], ...
+  ]  # (version, number of tokens) in order; the numbers add up to n
   finish_reason: FinishReason
 
   def versions(self) -> np.ndarray:
@@ -181,9 +190,13 @@ class Batch:
   behavior_logprobs: jax.Array  # float32
   rewards: jax.Array  # float32
   truncated: jax.Array  # float32, 1 on the last action token of a truncated trajectory, else 0
-  num_actions: jax.Array  # float32, the action tokens of the token's trajectory, l of the adaptive lambda
+  num_actions: (
+    jax.Array
+  )  # float32, the action tokens of the token's trajectory, l of the adaptive lambda
   advantages: jax.Array  # float32, those that the host knows (group baselines), else 0
-  staleness: jax.Array  # float32, learner version minus the version that sampled the token, 0 elsewhere
+  staleness: (
+    jax.Array
+  )  # float32, learner version minus the version that sampled the token, 0 elsewhere
 
 
 class Model(NamedTuple):
@@ -193,5 +206,7 @@ class Model(NamedTuple):
   apply: Any  # (params, tokens [B,T], positions [B,T], segment_ids [B,T]) -> hidden [B,T,D] after the last norm
   init_cache: Any  # (num_rows, num_positions) -> cache, a pytree of arrays with rows on axis 1
   extend: Any  # (params, cache, tokens [B,T], start [B]) -> (hidden [B,T,D], cache); see models.transformer
-  unembedding: Any  # (params) -> [V, D]: logits = hidden @ unembedding.T; the embedding table itself when tied
+  unembedding: (
+    Any  # (params) -> [V, D]: logits = hidden @ unembedding.T; the embedding table itself when tied
+  )
   vocab_size: int

@@ -64,9 +64,7 @@ def test_host_advantages_sit_on_actions():
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(2, 16), min_size=1, max_size=12), st.integers(1, 4))
 def test_every_token_is_packed_once(lengths, multiple):
-  trajectories = [
-    trajectory(str(i), [False] + [True] * (n - 1)) for i, n in enumerate(lengths)
-  ]
+  trajectories = [trajectory(str(i), [False] + [True] * (n - 1)) for i, n in enumerate(lengths)]
   batch = batching.pack(trajectories, **{**PACK, 'row_length': 16, 'row_multiple': multiple})
   assert batch.tokens.shape[0] % multiple == 0
   found = []

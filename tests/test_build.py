@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sao_jax import batching, build
+from sao_jax.runtime.failures import RunFailed
 from tests.test_batching import PACK, trajectory
 
 PATH = Path(__file__).parents[1] / 'configs' / 'beyondaime.py'
@@ -52,8 +53,15 @@ def config(variant='sao', **changes):
     ({'sao__advantages': 'running_mean'}, r"sao\.advantages='running_mean' with sao\.critic_updates=2"),
     ({'value__num_batches': 0}, r'value\.num_batches=0 with'),
     ({'sandbox__timeout_s': 200.0}, r'sandbox\.timeout_s=200\.0 s .* below runtime\.episode_timeout_s'),
-    ({'policy__learning_rate': 0.0}, r'learning_rate=0\.0 must be above 0'),
-    ({'critic__clip_norm': -1.0}, r'clip_norm=-1\.0 must be above 0'),
+    ({'policy__learning_rate': 0.0}, r'policy\.learning_rate=0\.0 must be a finite number above 0'),
+    ({'sao__clip_low': 1.5}, r'sao\.clip_low=1\.5'),
+    ({'policy__warmup_steps': -3}, r'policy\.warmup_steps=-3'),
+    ({'policy__b1': 1.5}, r'policy\.b1=1\.5'),
+    ({'engine__num_slots': 0}, r'engine\.num_slots=0'),
+    ({'engine__prefill_buckets': ()}, r'engine\.prefill_buckets=\(\)'),
+    ({'env__observation_bytes': -1}, r'env\.observation_bytes=-1'),
+    ({'value__low': 2.0}, r'value\.low=2\.0 must be below value\.high'),
+    ({'critic__clip_norm': -1.0}, r'critic\.clip_norm=-1\.0 must be above 0'),
   ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_name_and_the_remedy(changes, message):
@@ -145,14 +153,14 @@ def policy_loss(c):
 
 def test_the_optimiser_clips_then_warms_up():
   # Adam's first step is the rate, whatever the gradient: 1e-3 / 6 of a warm-up of 5, then 2e-3 / 6, ... 1e-3.
-  tx = build._adamw(config(policy__eps=1e-30).policy)
+  tx = build._adamw('policy', config(policy__eps=1e-30).policy)
   params, grads = {'w': jnp.zeros(())}, {'w': jnp.asarray(100.0)}
   state, steps = tx.init(params), []
   for _ in range(8):
     updates, state = tx.update(grads, state, params)
     steps.append(-float(updates['w']))
   np.testing.assert_allclose(steps, 1e-3 / 6 * np.minimum(np.arange(1, 9), 6), rtol=1e-4)
-  decay = build._adamw(config(policy__weight_decay=0.5, policy__warmup_steps=0).policy)
+  decay = build._adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0).policy)
   params = {'w': jnp.asarray(2.0)}
   updates, _ = decay.update({'w': jnp.zeros(())}, decay.init(params), params)
   np.testing.assert_allclose(updates['w'], -1e-3 * 0.5 * 2, rtol=1e-5)
@@ -193,3 +201,12 @@ def test_limits_come_from_their_fields():
 def test_the_model_has_the_width_of_the_config():
   shapes = jax.eval_shape(build._model(config(model__width=32)).init, jax.random.key(0))
   assert shapes['embed']['embedding'].shape[1] == 32
+
+
+def test_a_categorical_critic_builds_and_refuses_returns_outside_its_support():
+  parts = build.parts(config(value__head='categorical', value__low=-1.0))
+  critic = parts.init_critic(parts.init_policy(jax.random.key(0)), 0.25)
+  assert critic['head']['kernel'].shape[1] == 51
+  parts.baseline([trajectory('a', [0, 1], reward=1.0)], None)
+  with pytest.raises(RunFailed, match=r'episode a has return 1.5, outside value.low=-1.0'):
+    parts.baseline([trajectory('a', [0, 1], reward=1.5)], None)

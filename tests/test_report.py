@@ -210,18 +210,23 @@ def test_plain_lines_come_now_and_then_and_at_both_ends_of_a_phase():
   ]
   # 2 s an update: 119 left take 238 s when 1 is done, but one update alone has no pace. 500 tokens in 2 s.
   assert got[0] == (
-    'rl 1/120  reward 0.61  heldout 0.55  staleness 1.4  kept 99.3%  idle learner 12% engine 30%  tokens/s -  eta -'
+    'rl 1/120  reward 0.61  heldout 0.55  staleness 1.4  kept 99.3%  idle learner 12%  idle engine 30%'
   )
   assert got[1].endswith('tokens/s 250  eta 3m52s')  # 116 left
 
 
-def test_unknown_metrics_are_dashes_and_nothing_crashes():
+def test_what_is_unknown_is_left_out_of_a_line_and_nothing_crashes():
   panel, _, out = make_panel(terminal=False)
   with panel:
     panel.update('rl', 1, 1, {'reward/mean': math.nan, 'dis/kept': None})
-  assert out.getvalue() == (
-    'rl 1/1  reward -  heldout -  staleness -  kept -  idle learner - engine -  tokens/s -  eta -\n'
-  )
+    panel.score({'eval/pass@1': 0.5})
+    panel.update('evaluation', 1, 1, {'loss/supervised': 0.25})
+    panel.update('next phase', 1, 1, {})
+  assert out.getvalue().splitlines() == [
+    'rl 1/1',
+    'evaluation 1/1  loss 0.250  heldout 0.50',
+    'next phase 1/1  heldout 0.50',  # of an earlier phase only the score still holds
+  ]
   for terminal in (True, False):
     with make_panel(terminal=terminal)[0] as panel:
       panel.note('nothing happened')

@@ -80,6 +80,9 @@ class Env:
       raise answer
     return answer
 
+  def cut(self):
+    return Outcome(0.25, False, True, StopReason.TOKEN_LIMIT, {'tool_calls': len(self.actions)})
+
   async def close(self):
     await asyncio.sleep(0)
     self.closed += 1
@@ -152,7 +155,9 @@ def test_a_turn_that_is_cut_is_truncated_with_its_reward_on_the_last_action():
   env = Env([turn(1), turn(2)])
   got = play(env, engine, max_turn_tokens=2)
   assert (got.terminated, got.truncated, got.stop_reason) == (False, True, StopReason.TOKEN_LIMIT)
-  assert got.tokens.tolist() == [1, 11, 12, 2, 13, 14] and not got.rewards.any()
+  assert got.tokens.tolist() == [1, 11, 12, 2, 13, 14]
+  assert got.rewards.tolist() == [0] * 5 + [0.25]  # what the environment says that it has earned
+  assert got.info == {'level': 2, 'tool_calls': 1}
   assert env.actions == [[11, 12]]  # what was cut is no action of the agent
   batching.check_trajectory(got)
 
@@ -164,7 +169,7 @@ def test_an_observation_that_leaves_no_room_is_not_appended(observation):
   got = play(Env([turn(1, 2), turn(*observation)]), engine, max_tokens=7)
   assert got.tokens.tolist() == [1, 2, 11, 12] and len(engine.requests) == 1
   assert got.truncated and got.stop_reason == StopReason.TOKEN_LIMIT
-  assert not got.rewards.any()
+  assert got.rewards.tolist() == [0, 0, 0, 0.25]
 
 
 def test_an_observation_that_leaves_room_for_one_token_is():

@@ -144,7 +144,7 @@ def test_oldest_started_first_and_each_trained_once(tmp_path):
     assert [t.group for t in first] == ['1', '2', '3', '4']
     await asyncio.sleep(0.1)
     second = await d.take(4)
-    assert [t.group for t in second][0] == '0'
+    assert second[0].group == '0'
     d.trained(first, version=1)
     d.trained(second, version=2)
     third = await d.take(4)
@@ -152,6 +152,15 @@ def test_oldest_started_first_and_each_trained_once(tmp_path):
     assert ledger.counts['started'] == ledger.counts['trained'] == 12
     assert ledger.in_system() == 0  # no more were started than are needed
     await d.close('run_ended')
+
+  asyncio.run(main())
+
+
+def test_in_order_waits_for_the_slow_ones_that_started_first(tmp_path):
+  async def main():
+    d, _ = dispatcher(tmp_path, player(lambda i: 0.05 if i == 0 else 0.0), needed=12)
+    assert [t.group for t in await d.take(4, in_order=True)] == ['0', '1', '2', '3']
+    await d.close('x')
 
   asyncio.run(main())
 
@@ -269,7 +278,9 @@ def test_no_progress_ends_the_run_and_says_who_waits(tmp_path):
 
   async def main():
     d, _ = dispatcher(tmp_path, player(lambda i: 60.0), limits=limits)
-    with pytest.raises(RunFailed, match=r'waits for 4 episodes and has 0; 8 are running, .* 000000-0-0'):
+    with pytest.raises(
+      RunFailed, match=r'waits for 4 episodes and has 0; 8 are running, .* 000000-0-0'
+    ):
       await d.take(4)
     await d.close('x')
 
@@ -282,7 +293,7 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path):
 
   async def main():
     d, ledger = dispatcher(tmp_path, player(failure=fail), limits=limits)
-    with pytest.raises(RunFailed, match='5 episodes failed in a row; .*the sandbox is gone'):
+    with pytest.raises(RunFailed, match=r'5 episodes failed in a row; .*the sandbox is gone'):
       await d.take(4)
     await d.close('x')
     ledger.check()
@@ -330,9 +341,7 @@ def test_a_snapshot_keeps_the_finished_and_issues_the_unfinished_again(tmp_path)
 
   async def after(snapshot, finished, frontier):
     ledger = open_ledger(tmp_path, resume_at=frontier)
-    d, _ = dispatcher(
-      tmp_path, player(), ledger=ledger, snapshot=snapshot, trajectories=finished
-    )
+    d, _ = dispatcher(tmp_path, player(), ledger=ledger, snapshot=snapshot, trajectories=finished)
     d.trained(await d.take(4), version=2)
     d.trained(await d.take(4), version=3)
     assert ledger.in_system() == 0

@@ -93,12 +93,17 @@ class MathPython:
     self._acting = True
     return Turn(self._chat.result_tokens(observation))
 
+  def cut(self) -> Outcome:
+    """No token is left for an answer: truncated, reward 0."""
+    self._acting = False
+    return self._end(0.0, StopReason.TOKEN_LIMIT)
+
   async def close(self) -> None:
     """Ends the episode. Idempotent."""
     self._acting = False
 
   def _end(self, reward: float, reason: StopReason) -> Outcome:
-    truncated = reason == StopReason.TURN_LIMIT
+    truncated = reason in (StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT)
     return Outcome(reward, not truncated, truncated, reason, dict(self._info))
 
 

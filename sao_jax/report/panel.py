@@ -70,6 +70,7 @@ class Panel:
     if phase != self._phase:
       self._print_last()
       self._phase, self._printed_at = phase, -math.inf
+      self._metrics = {k: v for k, v in self._metrics.items() if k.startswith('eval/')}
       self._rewards.clear()
       self._times.clear()
     self._step, self._total = step, total
@@ -84,6 +85,10 @@ class Panel:
     if step >= total or now - self._printed_at >= self._interval_s:
       self._print_last()
 
+  def score(self, metrics: Mapping[str, Any]) -> None:
+    """Metrics of an evaluation, which runs beside the phase; shown from now on."""
+    self._metrics.update(metrics)
+
   def note(self, text: str) -> None:
     """One line that stays: a checkpoint, an evaluation, a warning."""
     self._console.print(Text(text), soft_wrap=True)
@@ -96,19 +101,23 @@ class Panel:
     self._unprinted = False
 
   def _line(self) -> str:
+    """What is known, in one line."""
     show = self._show
-    return '  '.join(
-      [
-        f'{self._phase} {self._step}/{self._total}',
-        f'reward {show("reward/mean", "{:.2f}")}',
-        f'heldout {show("eval/pass@1", "{:.2f}")}',
-        f'staleness {show("async/staleness_mean", "{:.1f}")}',
-        f'kept {show("dis/kept", "{:.1%}")}',
-        f'idle learner {show("idle/learner", "{:.0%}")} engine {show("idle/engine", "{:.0%}")}',
-        f'tokens/s {_or_dash(self._speed(), "{:.0f}")}',
-        f'eta {self._eta()}',
-      ]
-    )
+    told = {
+      'loss': show('loss/supervised', '{:.3f}'),
+      'reward': show('reward/mean', '{:.2f}'),
+      'explained variance': show('critic/explained_variance', '{:.2f}'),
+      'heldout': show('eval/pass@1', '{:.2f}'),
+      'tool use': show('tool/used_share', '{:.0%}'),
+      'staleness': show('async/staleness_mean', '{:.1f}'),
+      'kept': show('dis/kept', '{:.1%}'),
+      'idle learner': show('idle/learner', '{:.0%}'),
+      'idle engine': show('idle/engine', '{:.0%}'),
+      'tokens/s': _or_dash(self._speed(), '{:.0f}'),
+      'eta': self._eta(),
+    }
+    known = [f'{name} {value}' for name, value in told.items() if value != '-']
+    return '  '.join([f'{self._phase} {self._step}/{self._total}', *known])
 
   def _render(self) -> Frame:
     """The live panel."""

@@ -97,15 +97,21 @@ class Dispatcher:
       for member in range(size):
         self._start(group, str(member), 'pending', None)
 
-  async def take(self, episodes: int) -> list[Trajectory]:
+  async def take(self, episodes: int, *, in_order: bool = False) -> list[Trajectory]:
     """Waits for that many finished episodes and removes those that started first.
+
+    Args:
+      episodes: a multiple of the group size.
+      in_order: wait for those that started first of all, finished or not. Slower, and free of the bias to
+        short episodes that the first batches otherwise have, when nothing long has finished yet.
 
     Raises:
       RunFailed: nothing happened for `stall_timeout_s`, or too many episodes failed in a row.
       Exception: a bug in an episode, as it was raised there.
     """
     self.fill()
-    while len(self._ready) * self._limits.group_size < episodes:
+    count = episodes // self._limits.group_size
+    while not self._enough(count, in_order):
       if self._error is not None:
         raise self._error
       self._changed.clear()
@@ -113,9 +119,12 @@ class Dispatcher:
         await asyncio.wait_for(self._changed.wait(), self._limits.stall_timeout_s)
       except TimeoutError:
         raise RunFailed(self._stalled(episodes)) from None
-    count = episodes // self._limits.group_size
     taken = [self._groups.pop(heapq.heappop(self._ready)) for _ in range(count)]
     return [trajectory for group in taken for trajectory in group.finished]
+
+  def _enough(self, count: int, in_order: bool) -> bool:
+    wanted = sorted(self._groups)[:count] if in_order else self._ready
+    return len(wanted) >= count and set(wanted) <= set(self._ready)
 
   def trained(
     self, trajectories: Sequence[Trajectory], *, version: int, reason: str | None = None
