@@ -42,6 +42,7 @@ def _embedded() -> ConfigDict:
   c.env.observation_bytes = 24  # of tool output that the agent sees
   c.env.max_turn_tokens = 48  # sampled in one turn
   c.env.max_tokens = 144  # of the whole episode, prompt and observations included
+  c.env.grader_timeout_s = 15.0  # of judging one answer that is no integer
   c.env.temperature = 1.0  # of sampling; training uses the same
 
   c.sandbox = ConfigDict()

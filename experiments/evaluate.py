@@ -16,8 +16,9 @@ from absl import flags
 
 
 def main(argv: Sequence[str]) -> None:
-  from sao_jax import build, phases, tokens
-  from sao_jax.envs.prompts import FilePrompts
+  from sao_jax import build, tokens
+  from sao_jax import workdir as run_workdir
+  from sao_jax.envs.prompts import load_problems
   from sao_jax.evaluate import evaluate
 
   with commands.input_errors():
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
       if values[name].value is not None and values[name].value < 1:
         raise ValueError(f'--{name}={values[name].value} must be at least 1')
     workdir = Path(values.workdir)
-    config = phases.saved_config(workdir)
+    config = run_workdir.saved_config(workdir)
     if values.samples:
       config.evaluation.samples = values.samples
     if values.temperature is not None:
@@ -36,10 +37,10 @@ def main(argv: Sequence[str]) -> None:
     parts = build.parts(config)
     tasks = parts.heldout
     if values.problems:
-      tasks = FilePrompts(values.problems, seed=0).heldout(10**9)
+      tasks = load_problems(values.problems)
     tasks = tasks[: values.limit]
     build.check_prompts(tasks, config)
-    params, step = phases.saved_policy(parts, workdir, values.step)
+    params, step = run_workdir.saved_policy(parts, workdir, values.step)
 
   async def score():
     services = build.Services(parts, params)

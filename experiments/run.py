@@ -16,6 +16,7 @@ from absl import flags
 
 def main(argv: Sequence[str]) -> None:
   from sao_jax import build, phases
+  from sao_jax import workdir as run_workdir
   from sao_jax.report.panel import Panel
   from sao_jax.report.plot import plot_run
 
@@ -23,8 +24,8 @@ def main(argv: Sequence[str]) -> None:
     values, config = commands.parse_config(argv, _define)
     parts = build.parts(config)
     workdir = Path(values.workdir or commands.RUNS / commands.run_name(argv, config))
-    phases.check_warm_start(config)
-    phases.claim(workdir, config)
+    run_workdir.check_warm_start(config)
+    run_workdir.claim(workdir, config)
   started = time.monotonic()
   with Panel(config.train.num_steps, title=str(workdir)) as panel:
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
       return await phases.execute(parts, workdir, stop=stop, screen=panel)
 
     result = asyncio.run(until_signal())
-  first = phases.first_evaluation(workdir)
+  first = run_workdir.first_evaluation(workdir)
   print(f'curves: {plot_run(workdir)}')
   print(
     f'held-out pass@1 {first:.3f} before RL, {result["eval/pass@1"]:.3f} after {config.train.num_steps} '

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +14,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from sao_jax import batching, build, checkpoint, learner, loop
+from sao_jax import workdir as run_workdir
 from sao_jax.envs.problems import demonstration
 from sao_jax.evaluate import Evaluation, evaluate
 from sao_jax.learner import TrainState
 from sao_jax.report import summary
-from sao_jax.report.metrics import MetricsWriter, read_metrics
+from sao_jax.report.metrics import MetricsWriter
 from sao_jax.runtime.clock import real_clock
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.failures import RunFailed
@@ -40,49 +38,6 @@ class Screen(Protocol):
   def note(self, text: str) -> None: ...
 
 
-def run_id(config: ConfigDict) -> str:
-  """Of a workdir: equal configs have equal ids, and a checkpoint of another id is refused."""
-  return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
-
-
-def check_warm_start(config: ConfigDict) -> None:
-  """Raises ValueError if `supervised.workdir` names no run with a warm start."""
-  if path := config.supervised.workdir:
-    saved_config(Path(path))
-    if not checkpoint.steps(Path(path) / 'checkpoints' / 'supervised'):
-      raise ValueError(f'supervised.workdir={path}: that run has no warm start yet')
-
-
-def claim(workdir: Path, config: ConfigDict) -> None:
-  """Makes the workdir this config's.
-
-  Raises:
-    ValueError: if it belongs to another config; nothing is written then.
-  """
-  path = workdir / 'config.json'
-  ours = json.loads(config.to_json())
-  if path.exists():
-    theirs = json.loads(path.read_text())
-    if theirs != ours:
-      raise ValueError(
-        f'{workdir} holds a run with another config ({_difference(theirs, ours)}): choose another --workdir'
-      )
-    return
-  if workdir.exists() and any(workdir.iterdir()):
-    raise ValueError(f'{workdir} is not empty and holds no run: choose another --workdir')
-  workdir.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(ours, indent=2, sort_keys=True) + '\n')
-
-
-def _difference(theirs: Any, ours: Any, prefix: str = '') -> str:
-  """The first field that differs, with both values."""
-  if isinstance(theirs, dict) and isinstance(ours, dict):
-    for key in sorted({*theirs, *ours}):
-      if theirs.get(key) != ours.get(key):
-        return _difference(theirs.get(key), ours.get(key), f'{prefix}.{key}' if prefix else key)
-  return f'{prefix} is {theirs!r} there and {ours!r} here'
-
-
 async def execute(
   parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen
 ) -> dict[str, float]:
@@ -92,8 +47,9 @@ async def execute(
     loop.Stopped: after a checkpoint, when `stop` is set.
     RunFailed, CheckpointError, LedgerError: with the reason.
   """
-  identity = run_id(parts.config)
-  screen.note(parts.frozen_counts)
+  identity = run_workdir.run_id(parts.config)
+  for line in parts.notes:
+    screen.note(line)
   warm = await warm_start(parts, workdir, identity, stop=stop, screen=screen)
   async with _services(parts, warm) as services:
     return await _learn(parts, workdir, identity, warm, services, stop=stop, screen=screen)
@@ -107,7 +63,7 @@ async def warm_start(
   root = workdir / 'checkpoints' / 'supervised'
   if c.supervised.workdir:
     root = Path(c.supervised.workdir) / 'checkpoints' / 'supervised'
-    identity = run_id(saved_config(Path(c.supervised.workdir)))
+    identity = run_workdir.run_id(run_workdir.saved_config(Path(c.supervised.workdir)))
   params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
   state = {'params': params, 'opt': parts.supervised_tx.init(params)}
   done = 0
@@ -164,7 +120,7 @@ def _demonstrations(parts: build.Parts, step: int):
       rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
   return batching.pack(
     rows,
-    row_length=build.row_length(c),
+    row_length=c.env.max_tokens,
     row_multiple=c.train.micro_rows,
     version=0,
     max_staleness=0,
@@ -229,7 +185,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> d
     num_steps=c.train.num_steps,
     batch_size=c.train.batch_size,
     max_staleness=c.runtime.max_staleness,
-    row_length=build.row_length(c),
+    row_length=c.env.max_tokens,
     row_multiple=c.train.micro_rows * c.sao.policy_minibatches,
     evaluate_every=c.evaluation.every,
     save_every=c.train.save_every,
@@ -343,43 +299,3 @@ class Evaluations:
     if self.running is not None:
       self.running.cancel()
       await asyncio.gather(self.running, return_exceptions=True)
-
-
-def first_evaluation(workdir: Path) -> float:
-  """The held-out score before RL, as metrics.jsonl has it."""
-  rows = read_metrics(workdir / 'metrics.jsonl')
-  return next(row['eval/pass@1'] for row in rows if 'eval/pass@1' in row)
-
-
-def saved_config(workdir: Path) -> ConfigDict:
-  """The config of the run in a workdir.
-
-  Raises:
-    ValueError: if there is none.
-  """
-  path = workdir / 'config.json'
-  if not path.exists():
-    raise ValueError(f'{workdir} holds no run: there is no config.json in it')
-  return ConfigDict(json.loads(path.read_text()), convert_dict=True)
-
-
-def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
-  """Policy params of a checkpoint of a run, the last one for None, and its update.
-
-  Raises:
-    ValueError: if there is no such checkpoint.
-  """
-  root = workdir / 'checkpoints' / 'rl'
-  steps = checkpoint.steps(root)
-  if not steps or step not in (None, *steps):
-    raise ValueError(
-      f'{root} has checkpoints of the updates {steps}: step {step} is not among them'
-    )
-  policy = parts.init_policy(jax.random.key(0))
-  like = learner.init_state(
-    policy, parts.init_critic(policy, 0.0), parts.policy_tx, parts.critic_tx
-  )
-  chosen = steps[-1] if step is None else step
-  # The id of the run as it was trained: evaluation settings may differ here.
-  identity = run_id(saved_config(workdir))
-  return checkpoint.restore(root, chosen, like, run_id=identity).state.policy, chosen

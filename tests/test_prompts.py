@@ -6,11 +6,12 @@ import pytest
 
 from sao_jax.envs.problems import split_of
 from sao_jax.envs.prompts import (
-  FilePrompts,
+  FixedPrompts,
   ProblemFileError,
   ProblemFileWarning,
   ProceduralPrompts,
   load_problems,
+  split,
 )
 
 
@@ -118,19 +119,26 @@ def test_missing_file_and_directory(tmp_path):
 
 def test_file_order_is_a_permutation_of_each_epoch(tmp_path):
   path = write(tmp_path, 'p.csv', 'question,answer\n' + ''.join(f'q{i},{i}\n' for i in range(20)))
-  source = FilePrompts(path, seed=3)
+  source = FixedPrompts(load_problems(path), seed=3)
   assert len(source) == 20
   order = [int(source.task(index).answer) for index in range(60)]
   epochs = [order[:20], order[20:40], order[40:]]
   assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
   assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(20))
   # A cursor is an integer: a new source asked in any order gives the same.
-  again = FilePrompts(path, seed=3)
+  again = FixedPrompts(load_problems(path), seed=3)
   assert [int(again.task(index).answer) for index in reversed(range(60))] == order[::-1]
-  other = FilePrompts(path, seed=4)
+  other = FixedPrompts(load_problems(path), seed=4)
   assert [int(other.task(index).answer) for index in range(20)] != epochs[0]
-  assert [task.answer for task in source.heldout(3)] == ['0', '1', '2']
-  assert len(source.heldout(99)) == 20
+
+
+def test_a_file_is_split_by_its_questions(tmp_path):
+  rows = ''.join(f'what is {i % 190}?,{i}\n' for i in range(200))  # ten questions stand twice
+  tasks = load_problems(write(tmp_path, 'p.csv', 'question,answer\n' + rows))
+  train, heldout = split(tasks)
+  assert len(train) + len(heldout) == 200 and 5 < len(heldout) < 40
+  assert not {t.question for t in train} & {t.question for t in heldout}
+  assert split(tasks[::-1])[1] == heldout[::-1]
 
 
 def procedural(seed=0, kinds=None, levels=None):

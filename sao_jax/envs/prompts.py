@@ -12,7 +12,7 @@ import math
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,15 +49,12 @@ class PromptSource(Protocol):
 
   def task(self, index: int) -> Task: ...  # pure in (constructor arguments, index), index >= 0
 
-  def heldout(self, n: int) -> list[Task]: ...  # the tasks to evaluate on, the same for every seed
 
+class FixedPrompts:
+  """Given problems, each once an epoch, in an order that (seed, epoch) decides."""
 
-class FilePrompts:
-  """The problems of a file, each once an epoch, in an order that (seed, epoch) decides."""
-
-  def __init__(self, path: str | pathlib.Path, *, seed: int):
-    """Reads the file at once. Raises ProblemFileError."""
-    self._tasks = load_problems(path)
+  def __init__(self, tasks: Sequence[Task], *, seed: int):
+    self._tasks = tuple(tasks)
     self._seed = seed
 
   def __len__(self) -> int:
@@ -68,9 +65,14 @@ class FilePrompts:
     order = np.random.default_rng([self._seed, epoch]).permutation(len(self))
     return self._tasks[order[position]]
 
-  def heldout(self, n: int) -> list[Task]:
-    """The first n problems in the order of the file, or all if it has fewer. A file is held out or trained on by being named."""
-    return self._tasks[:n]
+
+def split(tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+  """(training, held-out) problems of one file, about one in ten held out by a hash of the question: the same for every
+  order and every seed, and a question that stands twice is on one side."""
+  sides = {'train': [], 'heldout': []}
+  for task in tasks:
+    sides[split_of(task.question)].append(task)
+  return sides['train'], sides['heldout']
 
 
 class ProceduralPrompts:

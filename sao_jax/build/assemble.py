@@ -1,0 +1,161 @@
+"""Everything that a run is made of, from its config."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from sao_jax import learner, tokens
+from sao_jax.build import checks, methods
+from sao_jax.envs.prompts import (
+  FixedPrompts,
+  ProceduralPrompts,
+  PromptSource,
+  load_problems,
+  split,
+)
+from sao_jax.models import transformer
+from sao_jax.runtime import admission, dispatch
+from sao_jax.types import Model, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a run is made of, without anything that runs."""
+
+  config: ConfigDict
+  model: Model
+  learner: learner.Learner
+  supervised_update: Callable
+  init_policy: Callable[[jax.Array], Any]  # key -> params
+  init_critic: Callable[
+    [Any, float], Any
+  ]  # (policy params, mean return) -> critic params, {} without a critic
+  policy_tx: optax.GradientTransformation
+  critic_tx: optax.GradientTransformation
+  supervised_tx: optax.GradientTransformation
+  baseline: methods.Baseline
+  source: PromptSource
+  practice: PromptSource  # problems with scripted demonstrations, for the warm start
+  heldout: list[Task]
+  limits: dispatch.Limits
+  notes: tuple[str, ...]  # what a user should know before the run: what is frozen, what is held out
+
+
+def parts(config: ConfigDict) -> Parts:
+  """Checks the whole config and builds everything that has no side effect.
+
+  Raises:
+    ValueError: naming the field, its value and the remedy. Problem files raise ProblemFileError, which is one.
+  """
+  checks.check(config)
+  model = _model(config)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  policy_tx, critic_tx = (
+    methods.adamw('policy', config.policy),
+    methods.adamw('critic', config.critic),
+  )
+  head_init, value_head = methods.value_head(config)
+  frozen, counts = {}, 'no critic'
+  if config.sao.critic_updates:
+    frozen, counts = methods.frozen(config, shapes, head_init)
+    if config.sao.freeze_attention:
+      critic_tx = learner.freeze(critic_tx, frozen)
+  supervised_tx = _supervised_tx(config)
+  practice, source, heldout, notes = _prompts(config)
+  return Parts(
+    config=config,
+    model=model,
+    learner=learner.make_learner(
+      model,
+      value_head,
+      methods.objective(config),
+      policy_tx,
+      critic_tx,
+      frozen,
+      methods.numbers(config),
+    ),
+    supervised_update=learner.make_supervised_update(
+      model, supervised_tx, chunk=config.train.logprob_chunk
+    ),
+    init_policy=model.init,
+    init_critic=functools.partial(methods.init_critic, config, head_init),
+    policy_tx=policy_tx,
+    critic_tx=critic_tx,
+    supervised_tx=supervised_tx,
+    baseline=methods.baseline(config),
+    source=source,
+    practice=practice,
+    heldout=heldout,
+    limits=_limits(config),
+    notes=(counts, *notes),
+  )
+
+
+def _supervised_tx(c: ConfigDict) -> optax.GradientTransformation:
+  """The policy's AdamW at the warm start's rate, which falls to a tenth along a cosine."""
+  rate, warmup = c.supervised.learning_rate, c.supervised.warmup_steps
+  section = ConfigDict({**c.policy, 'learning_rate': rate, 'warmup_steps': warmup})
+  steps = max(c.supervised.num_steps, warmup + 1)
+  schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, steps, 0.1 * rate)
+  return methods.adamw('supervised', section, schedule)
+
+
+def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], list[str]]:
+  """(problems with demonstrations, problems of RL, held-out problems, notes)."""
+  procedural = ProceduralPrompts(
+    seed=c.seed,
+    kinds=dict.fromkeys(c.data.kinds, 1.0),
+    levels=dict.fromkeys(c.data.levels, 1.0),
+  )
+  n = c.evaluation.num_problems
+  if not (c.data.path or c.data.heldout_path):
+    return procedural, procedural, procedural.heldout(n), []
+  notes, source, heldout = [], procedural, []
+  if c.data.heldout_path:
+    heldout = load_problems(c.data.heldout_path)
+  if c.data.path:
+    trained = load_problems(c.data.path)
+    if not c.data.heldout_path:
+      trained, heldout = split(trained)
+      if not (trained and heldout):
+        raise ValueError(
+          f'data.path={c.data.path} has too few problems to hold some out: name others in data.heldout_path'
+        )
+      notes.append(f'{len(heldout)} of the problems of {c.data.path} are held out from training')
+    both = {t.question for t in trained} & {t.question for t in heldout}
+    if both:
+      notes.append(
+        f'WARNING: {len(both)} of the {len(heldout)} held-out questions are trained on as well'
+      )
+    checks.check_prompts(trained, c)
+    source = FixedPrompts(trained, seed=c.seed)
+  checks.check_prompts(heldout, c)
+  return procedural, source, heldout[:n], notes
+
+
+def _model(c: ConfigDict) -> Model:
+  shape = {key: value for key, value in c.model.items() if key != 'num_experts'}
+  return transformer.make(vocab_size=tokens.VOCAB_SIZE, **shape)
+
+
+def _limits(c: ConfigDict) -> dispatch.Limits:
+  return dispatch.Limits(
+    seed=c.seed,
+    batch_size=c.train.batch_size,
+    group_size=c.train.group_size,
+    capacity=admission.capacity(
+      mode=c.runtime.mode,
+      batch_size=c.train.batch_size,
+      pipeline_depth=c.runtime.pipeline_depth,
+      max_staleness=c.runtime.max_staleness,
+    ),
+    retries=c.runtime.retries,
+    max_failures_in_row=c.runtime.max_failures_in_row,
+    episode_timeout_s=c.runtime.episode_timeout_s,
+    stall_timeout_s=c.runtime.stall_timeout_s,
+  )

@@ -1,0 +1,162 @@
+"""What is refused before any long work starts."""
+
+import math
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict
+
+from sao_jax import losses, tokens
+from sao_jax.build.methods import OBJECTIVES
+from sao_jax.runtime import failures
+from sao_jax.types import Task
+
+
+def check(c: ConfigDict) -> None:
+  """Everything about a config that can be known from it alone.
+
+  Raises:
+    ValueError: one line that names the field, its value and the remedy.
+  """
+  _check_ranges(c)
+  _check_choices(c)
+  _check_relations(c)
+
+
+def _check_ranges(c: ConfigDict) -> None:
+  """Each number by itself."""
+  minimum = {
+    'train.num_steps': 1,
+    'train.batch_size': 1,
+    'train.group_size': 1,
+    'train.micro_rows': 1,
+    'train.logprob_chunk': 1,
+    'train.save_every': 1,
+    'train.keep': 1,
+    'train.max_skipped_in_row': 1,
+    'env.max_turns': 1,
+    'env.max_turn_tokens': 1,
+    'env.max_tokens': 2,
+    'evaluation.every': 1,
+    'evaluation.num_problems': 1,
+    'evaluation.samples': 1,
+    'runtime.pipeline_depth': 0,
+    'runtime.max_staleness': 0,
+    'runtime.retries': 0,
+    'runtime.max_failures_in_row': 1,
+    'sao.critic_updates': 0,
+    'sao.policy_freeze_steps': 0,
+    'sao.policy_minibatches': 1,
+    'sao.baseline_window': 1,
+    'supervised.num_steps': 0,
+    'supervised.batch_size': 1,
+    'value.num_batches': 0,
+    'value.updates_per_batch': 1,
+    'value.num_bins': 2,
+    'engine.num_slots': 1,
+    'engine.decode_steps': 1,
+    'engine.prefill_rows': 1,
+    'sandbox.num_workers': 1,
+    'sandbox.memory_mb': 64,
+    'sandbox.output_bytes': 1,
+    'env.observation_bytes': 1,
+    'supervised.num_demonstrations': 1,
+    'seed': 0,
+  }
+  for field, least in minimum.items():
+    section, _, name = field.rpartition('.')
+    value = (c[section] if section else c)[name]
+    if value < least:
+      raise ValueError(f'{field}={value} must be at least {least}')
+  positive = ('env.temperature', 'evaluation.temperature', 'sao.alpha')
+  for field in positive:
+    section, name = field.split('.')
+    if not 0 < c[section][name] < math.inf:
+      raise ValueError(f'{field}={c[section][name]} must be a finite number above 0')
+  for field in (
+    'sao.discount',
+    'sao.critic_lambda',
+    'supervised.tool_share',
+    'supervised.slip_share',
+  ):
+    section, name = field.split('.')
+    if not 0 <= c[section][name] <= 1:
+      raise ValueError(f'{field}={c[section][name]} must be in [0, 1]')
+  losses.dis(c.sao.eps_low, c.sao.eps_high)
+  if not (0 < c.sao.clip_low <= 1 and c.sao.clip_high > 0):
+    raise ValueError(
+      f'sao.clip_low={c.sao.clip_low} must be in (0, 1] and sao.clip_high={c.sao.clip_high} above 0'
+    )
+  if not (c.value.low < c.value.high and c.value.sigma_ratio > 0):
+    raise ValueError(
+      f'value.low={c.value.low} must be below value.high={c.value.high}, and value.sigma_ratio='
+      f'{c.value.sigma_ratio} above 0'
+    )
+  buckets = c.engine.prefill_buckets
+  if not buckets or not all(1 <= bucket <= c.env.max_tokens for bucket in buckets):
+    raise ValueError(
+      f'engine.prefill_buckets={tuple(buckets)} must be lengths from 1 to env.max_tokens={c.env.max_tokens}'
+    )
+  if c.model.num_experts:
+    raise ValueError(
+      f'model.num_experts={c.model.num_experts}: this version trains dense decoders only; set it to 0'
+    )
+
+
+def _check_choices(c: ConfigDict) -> None:
+  """Names of things."""
+  _one_of(c, 'sao.objective', OBJECTIVES)
+  _one_of(c, 'runtime.mode', ('async', 'sync'))
+  _one_of(c, 'sao.advantages', ('gae', 'group_relative', 'leave_one_out', 'running_mean'))
+  _one_of(c, 'sao.baseline_key', ('prompt', 'global'))
+  _one_of(c, 'sao.advantage_values', ('after', 'before'))
+  _one_of(c, 'value.head', ('scalar', 'categorical'))
+
+
+def _check_relations(c: ConfigDict) -> None:
+  """Numbers that must fit each other."""
+  if c.train.batch_size % c.train.group_size:
+    raise ValueError(
+      f'train.batch_size={c.train.batch_size} must be a multiple of train.group_size={c.train.group_size}'
+    )
+  uses_groups = c.sao.advantages in ('group_relative', 'leave_one_out')
+  if uses_groups and c.train.group_size < 2:
+    raise ValueError(
+      f'sao.advantages={c.sao.advantages!r} compares episodes of one prompt: train.group_size='
+      f'{c.train.group_size} must be at least 2'
+    )
+  if (c.sao.advantages == 'gae') != bool(c.sao.critic_updates):
+    raise ValueError(
+      f'sao.advantages={c.sao.advantages!r} with sao.critic_updates={c.sao.critic_updates}: gae needs a '
+      'critic (at least 1), the others have none (0)'
+    )
+  if bool(c.sao.critic_updates) != bool(c.value.num_batches):
+    raise ValueError(
+      f'value.num_batches={c.value.num_batches} with sao.critic_updates={c.sao.critic_updates}: with a critic it '
+      'must be at least 1, since the value head starts from the mean return of the first batch; without one, 0'
+    )
+  episode = ('runtime.episode_timeout_s', c.runtime.episode_timeout_s)
+  stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
+  failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
+  failures.check_deadlines([('env.grader_timeout_s', c.env.grader_timeout_s), episode])
+
+
+def _one_of(c: ConfigDict, field: str, choices: tuple[str, ...]) -> None:
+  section, name = field.split('.')
+  if c[section][name] not in choices:
+    raise ValueError(f'{field}={c[section][name]!r} must be one of {", ".join(choices)}')
+
+
+def check_prompts(tasks: Iterable[Task], config: ConfigDict) -> None:
+  """Every question must leave room for an answer.
+
+  Raises:
+    ValueError: naming the longest question and what it needs.
+  """
+  longest = max(tasks, key=lambda task: len(tokens.prompt_tokens(task.question)))
+  size = len(tokens.prompt_tokens(longest.question))
+  if size + config.env.max_turn_tokens > config.env.max_tokens:
+    raise ValueError(
+      f'problem {longest.prompt_id} has {size} tokens, and with env.max_turn_tokens='
+      f'{config.env.max_turn_tokens} it does not fit env.max_tokens={config.env.max_tokens}: raise the '
+      f'latter to at least {size + config.env.max_turn_tokens}, or leave out long problems'
+    )

@@ -1,0 +1,81 @@
+"""The side of a run that has processes and threads."""
+
+import asyncio
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from sao_jax import tokens
+from sao_jax.build.assemble import Parts
+from sao_jax.engines.local import LocalEngine
+from sao_jax.engines.programs import make_programs
+from sao_jax.envs.grading import Grader
+from sao_jax.envs.math_python import MathPython
+from sao_jax.rollout import run_episode
+from sao_jax.sandbox import PythonSandbox
+from sao_jax.types import Engine, Task, Trajectory
+
+
+class Services:
+  """The running side: engines, sandbox and grader, and how an episode is played on them."""
+
+  def __init__(self, parts: Parts, params: Any):
+    """Starts everything; engines hold copies of `params` as version 0."""
+    c = parts.config
+    self._sandbox = PythonSandbox(
+      num_workers=c.sandbox.num_workers,
+      timeout_s=c.sandbox.timeout_s,
+      memory_mb=c.sandbox.memory_mb,
+      output_bytes=c.sandbox.output_bytes,
+    )
+    self._grader = Grader(timeout_s=c.env.grader_timeout_s, num_workers=1)
+    self.description = self._sandbox.describe()
+    programs = make_programs(
+      parts.model,
+      params,
+      num_slots=c.engine.num_slots,
+      max_length=c.env.max_tokens,
+      decode_steps=c.engine.decode_steps,
+      prefill_rows=c.engine.prefill_rows,
+      prefill_buckets=c.engine.prefill_buckets,
+      stop_tokens=(tokens.EOT,),
+    )
+    self.engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
+    self.evaluation_engine = LocalEngine(
+      programs, jax.tree.map(jnp.copy, params), version=0
+    ).start()
+    self.evaluation_slots = c.engine.num_slots
+    self.play = self._player(c, self.engine, c.env.temperature)
+    self.evaluation_play = self._player(c, self.evaluation_engine, c.evaluation.temperature)
+
+  def _player(self, c: ConfigDict, engine: Engine, temperature: float):
+    async def play(task: Task, *, episode: str, group: str, seed: int) -> Trajectory:
+      env = MathPython(
+        chat=tokens.BYTE_CHAT,
+        sandbox=self._sandbox,
+        grader=self._grader,
+        max_turns=c.env.max_turns,
+        observation_bytes=c.env.observation_bytes,
+      )
+      return await run_episode(
+        env,
+        engine,
+        task,
+        episode=episode,
+        group=group,
+        seed=seed,
+        temperature=temperature,
+        max_turn_tokens=c.env.max_turn_tokens,
+        max_tokens=c.env.max_tokens,
+      )
+
+    return play
+
+  async def close(self) -> None:
+    """Ends every process and thread of it."""
+    for engine in (self.engine, self.evaluation_engine):
+      await asyncio.to_thread(engine.close)
+    await self._sandbox.close()
+    await self._grader.close()

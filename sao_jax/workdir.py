@@ -1,0 +1,95 @@
+"""The folder of a run: whose it is, and what is in it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from sao_jax import build, checkpoint, learner
+from sao_jax.report.metrics import read_metrics
+
+
+def run_id(config: ConfigDict) -> str:
+  """Of a workdir: equal configs have equal ids, and a checkpoint of another id is refused."""
+  return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_warm_start(config: ConfigDict) -> None:
+  """Raises ValueError if `supervised.workdir` names no run with a warm start."""
+  if path := config.supervised.workdir:
+    saved_config(Path(path))
+    if not checkpoint.steps(Path(path) / 'checkpoints' / 'supervised'):
+      raise ValueError(f'supervised.workdir={path}: that run has no warm start yet')
+
+
+def claim(workdir: Path, config: ConfigDict) -> None:
+  """Makes the workdir this config's.
+
+  Raises:
+    ValueError: if it belongs to another config; nothing is written then.
+  """
+  path = workdir / 'config.json'
+  ours = json.loads(config.to_json())
+  if path.exists():
+    theirs = json.loads(path.read_text())
+    if theirs != ours:
+      raise ValueError(
+        f'{workdir} holds a run with another config ({_difference(theirs, ours)}): choose another --workdir'
+      )
+    return
+  if workdir.exists() and any(workdir.iterdir()):
+    raise ValueError(f'{workdir} is not empty and holds no run: choose another --workdir')
+  workdir.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(ours, indent=2, sort_keys=True) + '\n')
+
+
+def _difference(theirs: Any, ours: Any, prefix: str = '') -> str:
+  """The first field that differs, with both values."""
+  if isinstance(theirs, dict) and isinstance(ours, dict):
+    for key in sorted({*theirs, *ours}):
+      if theirs.get(key) != ours.get(key):
+        return _difference(theirs.get(key), ours.get(key), f'{prefix}.{key}' if prefix else key)
+  return f'{prefix} is {theirs!r} there and {ours!r} here'
+
+
+def first_evaluation(workdir: Path) -> float:
+  """The held-out score before RL, as metrics.jsonl has it."""
+  rows = read_metrics(workdir / 'metrics.jsonl')
+  return next(row['eval/pass@1'] for row in rows if 'eval/pass@1' in row)
+
+
+def saved_config(workdir: Path) -> ConfigDict:
+  """The config of the run in a workdir.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  path = workdir / 'config.json'
+  if not path.exists():
+    raise ValueError(f'{workdir} holds no run: there is no config.json in it')
+  return ConfigDict(json.loads(path.read_text()), convert_dict=True)
+
+
+def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
+  """Policy params of a checkpoint of a run, the last one for None, and its update.
+
+  Raises:
+    ValueError: if there is no such checkpoint.
+  """
+  root = workdir / 'checkpoints' / 'rl'
+  steps = checkpoint.steps(root)
+  if not steps or step not in (None, *steps):
+    raise ValueError(
+      f'{root} has checkpoints of the updates {steps}: step {step} is not among them'
+    )
+  policy = parts.init_policy(jax.random.key(0))
+  like = learner.init_state(
+    policy, parts.init_critic(policy, 0.0), parts.policy_tx, parts.critic_tx
+  )
+  chosen = steps[-1] if step is None else step
+  # The id of the run as it was trained: evaluation settings may differ here.
+  identity = run_id(saved_config(workdir))
+  return checkpoint.restore(root, chosen, like, run_id=identity).state.policy, chosen
