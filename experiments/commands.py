@@ -48,30 +48,37 @@ def parse_config(
     define(values)
 
   values = parse(argv, with_config)
-  name = next((a.partition('=')[2] for a in argv if a.startswith('--config=')), '')
-  if not name:
+  path = config_path(values)
+  if isinstance(values.config, ConfigDict):
+    return values, values.config
+  if path is None:
     raise ValueError('--config is missing: for example --config=configs/beyondaime.py')
-  if not isinstance(values.config, ConfigDict):
-    path = Path(name.partition(':')[0])
-    if not path.exists():
-      raise ValueError(f'--config={name}: there is no file {path}')
-    raise ValueError(f'--config={name}: {_one_line(_config_error(path, name))}')
-  return values, values.config
+  if not path.exists():
+    raise ValueError(f'--config={path}: there is no such file')
+  raise ValueError(f'--config={path}: {_one_line(_config_error(path))}')
 
 
-def _config_error(path: Path, name: str) -> Exception:
+def config_path(values: flags.FlagValues) -> Path | None:
+  """The file that `--config` names, without the variant."""
+  given = config_flags.get_config_filename(values['config']) if values['config'].present else None
+  return Path(given.partition(':')[0]) if given else None
+
+
+def _config_error(path: Path) -> Exception:
   """Why the file gave no config: ml_collections keeps that to itself until a field is read."""
   try:
-    runpy.run_path(str(path))['get_config'](*name.split(':', 1)[1:])
+    runpy.run_path(str(path))['get_config']()
   except Exception as error:
     return error
   return ValueError('get_config returned no ConfigDict')
 
 
-def run_name(argv: Sequence[str], config: ConfigDict) -> str:
-  """The default name of a workdir: of the config file, and the variant."""
-  path = next(a.partition('=')[2] for a in argv if a.startswith('--config=')).partition(':')[0]
-  return f'{Path(path).stem}-{config.variant}'
+def number(text: str, flag: str) -> int:
+  """A whole number of a list flag."""
+  try:
+    return int(text)
+  except ValueError:
+    raise ValueError(f'{flag}: {text!r} is no whole number') from None
 
 
 def _one_line(error: Exception) -> str:

@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> None:
   with commands.input_errors():
     values, config = commands.parse_config(argv, _define)
     parts = build.parts(config)
-    workdir = Path(values.workdir or commands.RUNS / commands.run_name(argv, config))
+    workdir = Path(
+      values.workdir or commands.RUNS / f'{commands.config_path(values).stem}-{config.variant}'
+    )
     run_workdir.check_warm_start(config)
     run_workdir.claim(workdir, config)
   started = time.monotonic()

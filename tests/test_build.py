@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sao_jax import batching, build
+from sao_jax.build import assemble, methods
 from sao_jax.runtime.failures import RunFailed
 from tests.test_batching import PACK, trajectory
 
@@ -39,8 +40,8 @@ def config(variant='sao', **changes):
     ({'sao__alpha': float('inf')}, r'sao\.alpha=inf'),
     ({'sao__discount': 1.5}, r'sao\.discount=1\.5 must be in \[0, 1\]'),
     ({'sao__critic_lambda': float('nan')}, r'sao\.critic_lambda=nan'),
-    ({'sao__eps_low': 0.0}, 'eps_low is 0.0'),
-    ({'sao__eps_high': -0.5}, 'eps_high is -0.5'),
+    ({'sao__eps_low': 0.0}, r'sao\.eps_low=0\.0'),
+    ({'sao__eps_high': -0.5}, r'sao\.eps_high=-0\.5'),
     ({'sao__clip_low': 1.5}, '1.5'),
     ({'runtime__mode': 'asynch'}, r"runtime\.mode='asynch' must be one of"),
     ({'sao__objective': 'grpo'}, r"sao\.objective='grpo' must be one of dis"),
@@ -115,7 +116,7 @@ def test_every_number_of_an_update_comes_from_its_field():
     'train__micro_rows': 2,
     'train__logprob_chunk': 32,
   }
-  default, got = build._numbers(config()), build._numbers(config(**fields))
+  default, got = methods.numbers(config()), methods.numbers(config(**fields))
   assert got._asdict() == {field.split('__')[1]: value for field, value in fields.items()}
   assert all(a != b for a, b in zip(default, got, strict=True))
 
@@ -146,21 +147,21 @@ def policy_loss(c):
   batch = batching.pack([trajectory('a', [0, 1, 1, 1], version=3)], **{**PACK, 'row_length': 4})
   batch = batch.replace(behavior_logprobs=behavior_logprobs)
   old = logprobs - jnp.log(row(1, 0.7, 1.4, 1))
-  objective = build._objective(c)
+  objective = methods.objective(c)
   assert objective.uses_old_logprobs == ('ppo' in c.sao.objective)
   return objective.loss(logprobs, old, batch, row(0, -1, 1, -1), 3.0).loss
 
 
 def test_the_optimiser_clips_then_warms_up():
   # Adam's first step is the rate, whatever the gradient: 1e-3 / 6 of a warm-up of 5, then 2e-3 / 6, ... 1e-3.
-  tx = build._adamw('policy', config(policy__eps=1e-30).policy)
+  tx = methods.adamw('policy', config(policy__eps=1e-30).policy)
   params, grads = {'w': jnp.zeros(())}, {'w': jnp.asarray(100.0)}
   state, steps = tx.init(params), []
   for _ in range(8):
     updates, state = tx.update(grads, state, params)
     steps.append(-float(updates['w']))
   np.testing.assert_allclose(steps, 1e-3 / 6 * np.minimum(np.arange(1, 9), 6), rtol=1e-4)
-  decay = build._adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0).policy)
+  decay = methods.adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0).policy)
   params = {'w': jnp.asarray(2.0)}
   updates, _ = decay.update({'w': jnp.zeros(())}, decay.init(params), params)
   np.testing.assert_allclose(updates['w'], -1e-3 * 0.5 * 2, rtol=1e-5)
@@ -174,14 +175,14 @@ def test_group_baselines_by_hand():
   # Groups (1, 0) and (0, 0): deviations from the mean +-0.5 over the deviation 0.5, and nothing to compare.
   both = rewarded(1.0, 0.0, 0.0, 0.0)
   group = {'train__group_size': 2, 'train__batch_size': 4}
-  values, memory = build._baseline(config('grpo', sao__normalize_std=False, **group))(both, None)
+  values, memory = methods.baseline(config('grpo', sao__normalize_std=False, **group))(both, None)
   assert values == {'e0': 0.5, 'e1': -0.5, 'e2': 0.0, 'e3': 0.0} and memory is None
   c = config('grpo', sao__advantages='leave_one_out', **group)
-  assert build._baseline(c)(both, None)[0] == {'e0': 1.0, 'e1': -1.0, 'e2': 0.0, 'e3': 0.0}
+  assert methods.baseline(c)(both, None)[0] == {'e0': 1.0, 'e1': -1.0, 'e2': 0.0, 'e3': 0.0}
 
 
 def test_running_mean_remembers_across_batches_and_json():
-  baseline = build._baseline(config('running_mean', sao__baseline_window=2))
+  baseline = methods.baseline(config('running_mean', sao__baseline_window=2))
   values, memory = baseline(rewarded(1.0, 0.0), None)
   assert values == {'e0': 0.5, 'e1': -0.5}  # by the mean of the first batch
   values, _ = baseline(rewarded(1.0, 1.0), memory)
@@ -189,17 +190,17 @@ def test_running_mean_remembers_across_batches_and_json():
 
 
 def test_gae_has_no_baseline_of_the_host():
-  assert build._baseline(config())(rewarded(1.0), 'memory') == (None, 'memory')
+  assert methods.baseline(config())(rewarded(1.0), 'memory') == (None, 'memory')
 
 
 def test_limits_come_from_their_fields():
-  limits = build._limits(config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4))
+  limits = assemble._limits(config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4))
   assert (limits.capacity, limits.retries, limits.batch_size) == (32, 4, 8)
-  assert build._limits(config(runtime__mode='sync')).capacity == 64
+  assert assemble._limits(config(runtime__mode='sync')).capacity == 64
 
 
 def test_the_model_has_the_width_of_the_config():
-  shapes = jax.eval_shape(build._model(config(model__width=32)).init, jax.random.key(0))
+  shapes = jax.eval_shape(assemble._model(config(model__width=32)).init, jax.random.key(0))
   assert shapes['embed']['embedding'].shape[1] == 32
 
 

@@ -249,8 +249,8 @@ def refused(cache, flags, script='run.py') -> str:
   [
     ({'sao__eps_lwo': 1}, ['eps_lwo', 'eps_low']),
     ({'sao__eps_low': 'abc'}, ['eps_low', 'abc']),
-    ({'sao__eps_low': 1.5}, ['eps_low is 1.5', '(0, 1]']),
-    ({'sao__eps_high': 0}, ['eps_high is 0']),
+    ({'sao__eps_low': 1.5}, ['sao.eps_low=1.5', '(0, 1]']),
+    ({'sao__eps_high': 0}, ['sao.eps_high=0']),
     ({'sao__objective': 'ddis'}, ['sao.objective', 'ddis', 'dis']),
     ({'train__batch_size': 0}, ['train.batch_size=0', 'at least 1']),
     ({'runtime__mode': 'turbo'}, ['runtime.mode', 'turbo', 'async']),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from sao_jax import losses, tokens
+from sao_jax import tokens
 from sao_jax.build.methods import OBJECTIVES
 from sao_jax.runtime import failures
 from sao_jax.types import Task
@@ -81,7 +81,14 @@ def _check_ranges(c: ConfigDict) -> None:
     section, name = field.split('.')
     if not 0 <= c[section][name] <= 1:
       raise ValueError(f'{field}={c[section][name]} must be in [0, 1]')
-  losses.dis(c.sao.eps_low, c.sao.eps_high)
+  if not 0 < c.sao.eps_low <= 1:
+    raise ValueError(
+      f'sao.eps_low={c.sao.eps_low} must be in (0, 1]: the ratio is kept above 1 - eps_low'
+    )
+  if not c.sao.eps_high > 0:
+    raise ValueError(
+      f'sao.eps_high={c.sao.eps_high} must be above 0: the ratio is kept below 1 + eps_high'
+    )
   if not (0 < c.sao.clip_low <= 1 and c.sao.clip_high > 0):
     raise ValueError(
       f'sao.clip_low={c.sao.clip_low} must be in (0, 1] and sao.clip_high={c.sao.clip_high} above 0'
