@@ -80,15 +80,15 @@ def test_every_variant_builds(variant):
   parts = build.parts(CONFIGS.get_config(variant))
   assert len(parts.heldout) == 256
   has_critic = variant in ('sao', 'vapo')
-  assert ('frozen' in parts.frozen_counts) == has_critic
+  assert ('frozen' in parts.notes[0]) == has_critic
   assert (parts.init_critic({'w': jnp.ones(2)}, 0.25) != {}) == has_critic
 
 
 def test_frozen_leaves_are_the_attention_projections_and_their_norms():
   # q, k, v, o and the two QK norms of scanned layers.
-  words = build.parts(config()).frozen_counts
+  words = build.parts(config()).notes[0]
   assert 'attention 6 arrays' in words and 'attention is frozen' in words
-  words = build.parts(config(sao__freeze_attention=False)).frozen_counts
+  words = build.parts(config(sao__freeze_attention=False)).notes[0]
   assert 'nothing of the critic is frozen' in words
 
 
