@@ -220,7 +220,7 @@ async def pretrain_values(
 ) -> TrainState:
   """Trains the critic alone on rollouts of the warm start, and reports the explained variance that it has on
   each batch before learning from it."""
-  c = parts.config
+  c, unseen = parts.config, []
   for index in range(c.value.num_batches):
     trajectories = await loop.take(run, in_order=True)
     if index == 0:
@@ -235,13 +235,17 @@ async def pretrain_values(
       )
       loop.check_finite(run, metrics)
       measured.append(metrics)
-    first = measured[0]
+    unseen.append(measured[0]['critic/explained_variance'])
     run.dispatcher.trained(trajectories, version=0, reason='value_pretraining')
-    metrics = {'reward/mean': float(np.mean([t.reward for t in trajectories])), **first}
-    run.show('value pretraining', index + 1, c.value.num_batches, metrics)
+    reward = float(np.mean([t.reward for t in trajectories]))
+    run.show(
+      'value pretraining', index + 1, c.value.num_batches, {**measured[0], 'reward/mean': reward}
+    )
+  if unseen:
+    run.writer.write(0, {'value/explained_variance': unseen})
     screen.note(
-      f'value pretraining {index + 1}/{c.value.num_batches}: explained variance '
-      f'{first["critic/explained_variance"]:.3f} on rollouts that the critic had not seen'
+      'value pretraining: explained variance of each batch, before the critic learned from it: '
+      + ' '.join(f'{value:.2f}' for value in unseen)
     )
   return state
 

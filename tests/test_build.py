@@ -194,7 +194,9 @@ def test_gae_has_no_baseline_of_the_host():
 
 
 def test_limits_come_from_their_fields():
-  limits = assemble._limits(config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4))
+  limits = assemble._limits(
+    config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4)
+  )
   assert (limits.capacity, limits.retries, limits.batch_size) == (32, 4, 8)
   assert assemble._limits(config(runtime__mode='sync')).capacity == 64
 

@@ -135,6 +135,7 @@ class Dispatcher:
       self._ledger.record(trajectory.episode, 'trained', version=self.version, reason=reason)
     self._needed -= len(trajectories)
     self._ledger.check()
+    self._ledger.flush()
     self.fill()
 
   def totals(self) -> _Totals:
