@@ -74,7 +74,7 @@ def _embedded() -> ConfigDict:
 
   c.supervised = ConfigDict()  # the warm start on scripted demonstrations
   c.supervised.workdir = ''  # of another run, whose warm start this one takes over; '' makes one
-  c.supervised.num_steps = 700
+  c.supervised.num_steps = 900
   c.supervised.num_demonstrations = 20000
   c.supervised.batch_size = 60  # demonstrations a step
   c.supervised.learning_rate = 3e-3
@@ -112,7 +112,7 @@ def _embedded() -> ConfigDict:
   c.sao.policy_minibatches = 1  # sequential policy steps an update
 
   c.policy = ConfigDict()  # AdamW of the policy
-  c.policy.learning_rate = 1e-3
+  c.policy.learning_rate = 5e-4
   c.policy.warmup_steps = 5
   c.policy.b1 = 0.9
   c.policy.b2 = 0.95
@@ -121,7 +121,7 @@ def _embedded() -> ConfigDict:
   c.policy.clip_norm = 1.0
 
   c.critic = ConfigDict()  # AdamW of the critic; steps are critic updates
-  c.critic.learning_rate = 5e-3
+  c.critic.learning_rate = 2e-3
   c.critic.warmup_steps = 10
   c.critic.b1 = 0.9
   c.critic.b2 = 0.95
@@ -130,7 +130,7 @@ def _embedded() -> ConfigDict:
   c.critic.clip_norm = 1.0
 
   c.train = ConfigDict()
-  c.train.num_steps = 100
+  c.train.num_steps = 120
   c.train.batch_size = 64  # trajectories an update
   c.train.group_size = 1  # episodes a prompt
   c.train.micro_rows = 16  # packed rows of env.max_tokens of one forward pass
