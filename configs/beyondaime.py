@@ -32,8 +32,8 @@ def _embedded() -> ConfigDict:
   c.seed = 0
 
   c.data = ConfigDict()
-  c.data.path = ''  # a .jsonl or .csv file of problems; '' makes problems up
-  c.data.heldout_path = ''  # the same for evaluation; '' makes them up, or uses data.path
+  c.data.path = ''  # a .jsonl or .csv file of problems; '' makes up those of the warm start
+  c.data.heldout_path = ''  # the same for evaluation; '' holds out a tenth of all questions, by their text
   c.data.kinds = ('arithmetic', 'modular', 'counting')  # of made-up problems
   c.data.levels = (1, 2)  # of difficulty, 1 to 4
 
@@ -203,7 +203,7 @@ def _paper(c: ConfigDict) -> None:
   c.model.rope_theta = 1e7
   c.model.tied = False
   c.model.dtype = 'bfloat16'
-  c.model.remat = 'full'
+  c.model.remat = 'nothing_saveable'  # unstated
   c.engine.num_slots = 256  # unstated
   c.engine.prefill_buckets = (512, 4096, 32768)  # unstated
   c.supervised.num_steps = 0  # the paper fine-tunes for 3 epochs on tool-integrated reasoning

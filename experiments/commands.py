@@ -83,8 +83,10 @@ def number(text: str, flag: str) -> int:
 
 def _one_line(error: Exception) -> str:
   """The message on one line; of an error that carries a traceback as text, the line that matters."""
-  text = str(error.args[0]) if error.args else str(error)
-  if text[:1] == text[-1:] == "'":  # ml_collections quotes what it says of an unknown key
+  text = str(error.args[0]) if error.args and not isinstance(error, OSError) else str(error)
+  if (
+    text[:1] == text[-1:] == "'" and 'Did you mean' in text
+  ):  # how ml_collections tells of an unknown key
     text = f'config key {ast.literal_eval(text)}'
   if 'Traceback' in text:
     text = text.strip().splitlines()[-1]
@@ -107,11 +109,11 @@ def input_errors() -> Iterator[None]:
   """Around everything that checks what the user gave: there a ValueError is the user's to mend."""
   try:
     yield
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     raise BadInput(_one_line(error)) from error
 
 
-def run(main: Callable[[Sequence[str]], None]) -> None:
+def run(main: Callable[[Sequence[str]], None], *, resumable: bool = True) -> None:
   """Calls `main(argv)` and exits: 0 done, 2 bad config or input, 3 failed, 75 stopped after a checkpoint.
 
   The last line of a run that did not end well is its reason.
@@ -127,7 +129,8 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
   except (BadInput, CheckpointError) as error:
     code, reason = BAD_INPUT, f'error: {error}'
   except (Stopped, KeyboardInterrupt):
-    code, reason = STOPPED, 'stopped; the same command goes on from here'
+    goes_on = '; the same command goes on from the last checkpoint' if resumable else ''
+    code, reason = STOPPED, f'stopped{goes_on}'
   except RunFailed as error:
     code, reason = FAILED, f'failed: {error}'
   except Exception as error:

@@ -41,9 +41,11 @@ def main(argv: Sequence[str]) -> None:
     tasks = tasks[: values.limit]
     build.check_prompts(tasks, config)
     params, step = run_workdir.saved_policy(parts, workdir, values.step)
+    sandbox = build.make_sandbox(config)
+    output = open(values.output, 'w') if values.output else None
 
   async def score():
-    services = build.Services(parts, params)
+    services = build.Services(parts, params, sandbox)
     try:
       return await evaluate(
         services.evaluation_play,
@@ -57,17 +59,18 @@ def main(argv: Sequence[str]) -> None:
       )
     finally:
       await services.close()
+      await sandbox.close()
 
   result = asyncio.run(score())
-  if values.output:
-    with open(values.output, 'w') as file:
-      for t in result.trajectories:
-        row = {'prompt': t.prompt_id, 'reward': t.reward, 'stop_reason': t.stop_reason, **t.info}
-        file.write(json.dumps({**row, 'episode': tokens.show(t.tokens)}) + '\n')
   print(
     f'pass@1 {result.pass_at_1:.3f}, standard error {result.standard_error:.3f}: {len(tasks)} problems, '
     f'{len(result.trajectories)} episodes, {result.failed} without a verdict, update {step} of {workdir}'
   )
+  if output:
+    with output:
+      for t in result.trajectories:
+        row = {'prompt': t.prompt_id, 'reward': t.reward, 'stop_reason': t.stop_reason, **t.info}
+        output.write(json.dumps({**row, 'episode': tokens.show(t.tokens)}) + '\n')
 
 
 def _define(values: flags.FlagValues) -> None:
@@ -89,4 +92,4 @@ def _define(values: flags.FlagValues) -> None:
 
 
 if __name__ == '__main__':
-  commands.run(main)
+  commands.run(main, resumable=False)

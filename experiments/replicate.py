@@ -6,6 +6,7 @@
 All variants of a seed share the warm start of the first. Writes WORKDIR/table.md and WORKDIR/comparison.png.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ LAST = 0.25  # of the updates, over which the table averages
 
 
 def main(argv: Sequence[str]) -> None:
+  from sao_jax.loop import Stopped
   from sao_jax.report.metrics import read_metrics
   from sao_jax.report.plot import plot_comparison
   from sao_jax.runtime.failures import RunFailed
@@ -52,7 +54,9 @@ def main(argv: Sequence[str]) -> None:
         *overrides,
       ]
       print(f'{variant}, seed {seed}: {workdir}', flush=True)
-      code = subprocess.run(command, check=False).returncode
+      code = _run(command)
+      if code == commands.STOPPED:
+        raise Stopped
       if code:
         raise RunFailed(f'{" ".join(command)} ended with exit code {code}')
       named[variant].append(workdir)
@@ -64,6 +68,20 @@ def main(argv: Sequence[str]) -> None:
   plot_comparison(named, root / 'comparison.png')
   print(table)
   print(f'{root / "table.md"}, {root / "comparison.png"}')
+
+
+def _run(command: list[str]) -> int:
+  """Exit code of a run, which gets our signals and the time to save."""
+  process = subprocess.Popen(command, start_new_session=True)
+  before = {
+    number: signal.signal(number, lambda number, _: process.send_signal(number))
+    for number in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    return process.wait()
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def make_table(runs: dict[str, list[list[dict]]]) -> str:

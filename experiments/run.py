@@ -26,23 +26,30 @@ def main(argv: Sequence[str]) -> None:
     workdir = Path(
       values.workdir or commands.RUNS / f'{commands.config_path(values).stem}-{config.variant}'
     )
-    run_workdir.check_warm_start(config)
-    run_workdir.claim(workdir, config)
+    run_workdir.check_warm_start(workdir, config)
+    lock = run_workdir.claim(workdir, config)
   started = time.monotonic()
   with Panel(config.train.num_steps, title=str(workdir)) as panel:
 
     async def until_signal():
       stop = asyncio.Event()
+      loop = asyncio.get_running_loop()
+
+      def on_signal(number):
+        stop.set()
+        loop.remove_signal_handler(number)  # a second one ends the process at once
+
       for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal, number)
       return await phases.execute(parts, workdir, stop=stop, screen=panel)
 
-    result = asyncio.run(until_signal())
+    with lock:
+      result = asyncio.run(until_signal())
   first = run_workdir.first_evaluation(workdir)
   print(f'curves: {plot_run(workdir)}')
   print(
     f'held-out pass@1 {first:.3f} before RL, {result["eval/pass@1"]:.3f} after {config.train.num_steps} '
-    f'updates, in {time.monotonic() - started:.0f} s; everything is in {workdir}'
+    f'updates ({time.monotonic() - started:.0f} s since this start); everything is in {workdir}'
   )
 
 

@@ -9,11 +9,13 @@ import numpy as np
 from sao_jax.runtime.failures import RunFailed, may_retry
 from sao_jax.types import EpisodeFailure, Task, Trajectory
 
+MAX_UNJUDGED = 0.05  # share of problems that may be left out of a score
+
 
 class Evaluation(NamedTuple):
   """The score, and every episode that it is made of."""
 
-  pass_at_1: float  # mean over problems of the mean reward of their episodes
+  pass_at_1: float  # mean over problems with a verdict of the mean reward of their episodes
   standard_error: float  # over problems; NaN for fewer than two
   failed: int  # episodes without a verdict; they are in no mean
   trajectories: tuple[Trajectory, ...]
@@ -42,7 +44,8 @@ async def evaluate(
     timeout_s: of one episode.
 
   Raises:
-    RunFailed: if some problem has no episode with a verdict: its score would be an invention.
+    RunFailed: if more than MAX_UNJUDGED of the problems have no episode with a verdict: the mean of the others would be
+      another measure.
     Exception: a bug in an episode, as it was raised there.
   """
   room = asyncio.Semaphore(concurrency)
@@ -50,7 +53,7 @@ async def evaluate(
   async def one(index: int, sample: int) -> Trajectory | EpisodeFailure | TimeoutError:
     failure = None
     for attempt in range(retries + 1):
-      entropy = [seed, index, sample]
+      entropy = [seed, index, sample, *([attempt] if attempt else [])]
       async with room:
         try:
           coroutine = play(
@@ -82,15 +85,18 @@ async def evaluate(
     raise bugs.exceptions[0] from None
   results = {key: future.result() for key, future in futures.items()}
   finished = {key: t for key, t in results.items() if isinstance(t, Trajectory)}
-  scores = []
+  scores, unjudged = [], 0
   for index, task in enumerate(tasks):
     rewards = [t.reward for (i, _), t in finished.items() if i == index]
-    if not rewards:
+    if rewards:
+      scores.append(np.mean(rewards))
+      continue
+    unjudged += 1
+    if unjudged > MAX_UNJUDGED * len(tasks):
       reason = next(r for (i, _), r in results.items() if i == index)
       raise RunFailed(
         f'evaluation: no episode of {task.prompt_id} has a verdict; the last: {reason!r}'
       )
-    scores.append(np.mean(rewards))
   n = len(scores)
   error = float(np.std(scores, ddof=1) / np.sqrt(n)) if n > 1 else float('nan')
   return Evaluation(

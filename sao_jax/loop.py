@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from sao_jax import batching, checkpoint
 from sao_jax.learner import Learner, TrainState
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter
+from sao_jax.runtime import watchdog
 from sao_jax.runtime.clock import Clock
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.failures import RunFailed
@@ -49,8 +50,14 @@ class Run:
   save_every: int
   keep: int
   max_skipped_in_row: int
+  thread_timeout_s: float  # of one update or one checkpoint, compilation included
   memory: Any = None  # of the baseline
   skipped_in_row: int = 0
+  ending: str = 'run_failed'  # why open episodes end with the run
+
+  async def bounded(self, what: str, function: Callable, *args: Any) -> Any:
+    """`function(*args)` on a thread, under the deadline."""
+    return await watchdog.bounded(what, self.thread_timeout_s, function, *args)
 
 
 async def train(run: Run, state: TrainState) -> TrainState:
@@ -62,14 +69,15 @@ async def train(run: Run, state: TrainState) -> TrainState:
   """
   busy_before, last = run.engine.health(), run.clock()
   while (version := int(state.step)) < run.num_steps:
+    began = run.clock()
     try:
       trajectories = await take(run)
     except Stopped:
       await save(run, state)
       raise
-    waited = run.clock() - last
+    waited = run.clock() - began
     batch, run.memory = prepare(run, trajectories, version)
-    state, measured = await asyncio.to_thread(update_once, run.learner.update, state, batch)
+    state, measured = await run.bounded('an update', update_once, run.learner.update, state, batch)
     publish(run.engine, state)
     run.dispatcher.trained(trajectories, version=version + 1)
     check_finite(run, measured)
@@ -80,6 +88,7 @@ async def train(run: Run, state: TrainState) -> TrainState:
       **summary.of_runtime(
         health, busy_before, elapsed=now - last, waited=waited, totals=totals, ledger=run.ledger
       ),
+      'compiles': health['compiles'] + run.learner.update._cache_size(),
       **measured,
       'time_s': now,
     }
@@ -95,17 +104,21 @@ async def train(run: Run, state: TrainState) -> TrainState:
 
 async def take(run: Run, *, in_order: bool = False) -> list[Trajectory]:
   """The next batch of trajectories, see `Dispatcher.take`. Raises `Stopped` on a signal, with nothing taken."""
-  if run.stop.is_set():  # also where a batch is always ready
-    raise Stopped
-  taking = asyncio.create_task(run.dispatcher.take(run.batch_size, in_order=in_order))
-  stopping = asyncio.create_task(run.stop.wait())
-  await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+  return await unless_stopped(run.stop, run.dispatcher.take(run.batch_size, in_order=in_order))
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine) -> Any:
+  """The result of `work`; or `Stopped`, with the work cancelled, if `stop` is set before it is done."""
+  working = asyncio.create_task(work)
+  stopping = asyncio.create_task(stop.wait())
+  if not stop.is_set():
+    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
   stopping.cancel()
-  if run.stop.is_set() and not taking.done():
-    taking.cancel()
-    await asyncio.gather(taking, return_exceptions=True)
+  working.cancel()  # without effect if it is done
+  await asyncio.wait({working})
+  if working.cancelled():
     raise Stopped
-  return await taking
+  return working.result()
 
 
 def prepare(run: Run, trajectories: list[Trajectory], version: int) -> tuple[Batch, Any]:
@@ -138,18 +151,26 @@ async def save(run: Run, state: TrainState) -> None:
     'memory': run.memory,
   }
   root = run.workdir / 'checkpoints' / 'rl'
+  await run.bounded(
+    'writing a checkpoint',
+    save_checkpoint,
+    root,
+    int(state.step),
+    state,
+    host,
+    finished,
+    run.run_id,
+    run.keep,
+  )
+
+
+def save_checkpoint(
+  root: Path, step: int, state, host, trajectories, run_id: str, keep: int
+) -> None:
+  """`checkpoint.save`, whose failure (a full disk; the last good one is still there) is the run's."""
   try:
-    await asyncio.to_thread(
-      checkpoint.save,
-      root,
-      int(state.step),
-      state,
-      host,
-      finished,
-      run_id=run.run_id,
-      keep=run.keep,
-    )
-  except checkpoint.CheckpointError as error:  # e.g. a full disk; the last good one is still there
+    checkpoint.save(root, step, state, host, trajectories, run_id=run_id, keep=keep)
+  except checkpoint.CheckpointError as error:
     raise RunFailed(str(error)) from error
 
 

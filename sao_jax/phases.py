@@ -6,8 +6,8 @@ Each phase leaves a checkpoint in the workdir and is skipped when it is there.
 import asyncio
 import contextlib
 import dataclasses
-import functools
-from collections.abc import AsyncIterator
+import inspect
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from sao_jax import batching, build, checkpoint, learner, loop
 from sao_jax import workdir as run_workdir
-from sao_jax.envs.problems import demonstration
 from sao_jax.evaluate import Evaluation, evaluate
 from sao_jax.learner import TrainState
 from sao_jax.report import summary
-from sao_jax.report.metrics import MetricsWriter
+from sao_jax.report.metrics import MetricsWriter, read_metrics
+from sao_jax.runtime import watchdog
 from sao_jax.runtime.clock import real_clock
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.failures import RunFailed
@@ -50,9 +50,16 @@ async def execute(
   identity = run_workdir.run_id(parts.config)
   for line in parts.notes:
     screen.note(line)
-  warm = await warm_start(parts, workdir, identity, stop=stop, screen=screen)
-  async with _services(parts, warm) as services:
-    return await _learn(parts, workdir, identity, warm, services, stop=stop, screen=screen)
+  try:
+    sandbox = build.make_sandbox(parts.config)
+  except ValueError as error:
+    raise RunFailed(str(error)) from error
+  screen.note(f'tools run in: {sandbox.describe()}')
+  async with _closing(sandbox.close):
+    warm = await warm_start(parts, workdir, identity, stop=stop, screen=screen)
+    services = build.Services(parts, warm, sandbox)
+    async with _closing(services.close):
+      return await _learn(parts, workdir, identity, warm, services, stop=stop, screen=screen)
 
 
 async def warm_start(
@@ -67,21 +74,30 @@ async def warm_start(
   params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
   state = {'params': params, 'opt': parts.supervised_tx.init(params)}
   done = 0
+  if checkpoint.steps(workdir / 'checkpoints' / 'rl'):
+    return params  # RL is under way, and its checkpoint has everything
   if saved := checkpoint.steps(root):
     done = saved[-1]
     state = checkpoint.restore(root, done, state, run_id=identity).state
   if c.supervised.workdir:
     screen.note(f'the warm start of {c.supervised.workdir}, after {done} steps')
     return state['params']
-  save = functools.partial(checkpoint.save, root, host={}, trajectories=(), run_id=identity, keep=1)
+
+  async def save(step):
+    deadline = c.runtime.stall_timeout_s
+    arguments = (root, step, state, {}, (), identity, 1)
+    await watchdog.bounded('writing a checkpoint', deadline, loop.save_checkpoint, *arguments)
+
   update = jax.jit(parts.supervised_update, donate_argnums=(0, 1))
   batch = _demonstrations(parts, done)
   for step in range(done, c.supervised.num_steps):
     if stop.is_set():
-      await asyncio.to_thread(save, step, state)
+      await save(step)
       raise loop.Stopped
     (state, loss), batch = await asyncio.gather(
-      asyncio.to_thread(_supervised_step, update, state, batch),
+      watchdog.bounded(
+        'a warm-start step', c.runtime.stall_timeout_s, _supervised_step, update, state, batch
+      ),
       asyncio.to_thread(_demonstrations, parts, step + 1),  # the next batch, meanwhile
     )
     if not np.isfinite(loss):
@@ -90,7 +106,7 @@ async def warm_start(
       )
     screen.update('warm start', step + 1, c.supervised.num_steps, {'loss/supervised': loss})
   if done < c.supervised.num_steps:
-    await asyncio.to_thread(save, c.supervised.num_steps, state)
+    await save(c.supervised.num_steps)
   elif done:
     screen.note('the warm start is in the workdir already')
   return state['params']
@@ -108,19 +124,12 @@ def _demonstrations(parts: build.Parts, step: int):
   rows = []
   for index in range(step * size, (step + 1) * size):
     index %= c.supervised.num_demonstrations
-    shown = demonstration(
-      parts.practice.task(index),
-      # A stream of its own: the task's kind is drawn from [seed, index], and must not decide the tool.
-      np.random.default_rng([c.seed, index, 1]),
-      tool_share=c.supervised.tool_share,
-      slip_share=c.supervised.slip_share,
-      observation_bytes=c.env.observation_bytes,
-    )
-    if len(shown.tokens) <= c.env.max_tokens:  # an episode that long could not be played either
+    shown = build.demonstrate(c, parts.practice, index)
+    if len(shown.tokens) <= parts.demonstration_tokens:  # `build.parts` tells of those that are not
       rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
   return batching.pack(
     rows,
-    row_length=c.env.max_tokens,
+    row_length=parts.demonstration_tokens,
     row_multiple=c.train.micro_rows,
     version=0,
     max_staleness=0,
@@ -128,31 +137,44 @@ def _demonstrations(parts: build.Parts, step: int):
 
 
 @contextlib.asynccontextmanager
-async def _services(parts: build.Parts, params: Any) -> AsyncIterator[build.Services]:
-  services = build.Services(parts, params)
+async def _closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
+  """Calls every closer at the end, whatever the others do. An error of closing never hides the error of the run."""
+  failure = None
   try:
-    yield services
-  finally:
-    await services.close()
+    yield
+  except BaseException as error:
+    failure = error
+  for close in closers:
+    try:
+      result = close()
+      if inspect.isawaitable(result):
+        await result
+    except Exception as error:
+      if failure is None:
+        failure = error
+      else:
+        failure.add_note(f'and while closing: {error!r}')
+  if failure is not None:
+    raise failure
 
 
 async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> dict[str, float]:
   """Value pretraining and RL on running services."""
   c = parts.config
   root = workdir / 'checkpoints' / 'rl'
-  fresh = learner.init_state(
-    jax.tree.map(jnp.copy, warm),
-    parts.init_critic(warm, 0.0),
-    parts.policy_tx,
-    parts.critic_tx,
-  )
-  saved = checkpoint.steps(root)
-  restored = checkpoint.restore(root, saved[-1], fresh, run_id=identity) if saved else None
+
+  def fresh() -> TrainState:
+    policy = jax.tree.map(jnp.copy, warm)
+    critic = parts.init_critic(policy, (c.value.low + c.value.high) / 2)
+    return learner.init_state(policy, critic, parts.policy_tx, parts.critic_tx)
+
+  saved, restored = checkpoint.steps(root), None
+  if saved:
+    restored = checkpoint.restore(root, saved[-1], fresh(), run_id=identity)
+  state = restored.state if restored else fresh()
   host = restored.host if restored else {}
-  screen.note(f'tools run in: {services.description}')
-  clock = real_clock(host.get('time_s', 0.0))
-  state = restored.state if restored else fresh
   services.engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+  clock = real_clock(host.get('time_s', 0.0))
   ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
   writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
   dispatcher = Dispatcher(
@@ -165,7 +187,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> d
     snapshot=host.get('dispatcher'),
     trajectories=restored.trajectories if restored else (),
   )
-  evaluations = Evaluations(parts, services, writer, screen)
+  evaluations = Evaluations(parts, services, writer, screen, dispatcher.fail)
   run = loop.Run(
     workdir=workdir,
     run_id=identity,
@@ -191,28 +213,51 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> d
     save_every=c.train.save_every,
     keep=c.train.keep,
     max_skipped_in_row=c.train.max_skipped_in_row,
+    thread_timeout_s=c.runtime.stall_timeout_s,
     memory=host.get('memory'),
   )
-  reason = 'run_failed'
+  end = lambda: dispatcher.close(run.ending)
+  async with _closing(evaluations.cancel, end, ledger.close, writer.close):
+    return await _improve(run, parts, state, evaluations, screen, resumed=restored is not None)
+
+
+async def _improve(
+  run: loop.Run,
+  parts: build.Parts,
+  state: TrainState,
+  evaluations,
+  screen: Screen,
+  *,
+  resumed: bool,
+) -> dict[str, float]:
+  """First score, value pretraining, RL, last score: what is left of it."""
+  done = {
+    row['step']: row for row in read_metrics(run.workdir / 'metrics.jsonl') if 'eval/pass@1' in row
+  }
   try:
-    if restored is None:
-      await evaluations.now(state.policy, 0)
+    if resumed:
+      step = int(state.step)
+      screen.note(f'resumed at update {step} of {run.num_steps}')
+      if 0 < step < run.num_steps and step % run.evaluate_every == 0 and step not in done:
+        evaluations.start(
+          jax.tree.map(jnp.copy, state.policy), step
+        )  # it was lost with the process
+    else:
+      await loop.unless_stopped(run.stop, evaluations.now(state.policy, 0))
       state = await pretrain_values(run, parts, state, screen)
       await loop.save(run, state)
-    else:
-      screen.note(f'resumed at update {int(state.step)} of {c.train.num_steps}')
     state = await loop.train(run, state)
-    await evaluations.finish()
-    reason = 'run_ended'
-    return await evaluations.now(state.policy, int(state.step))
+    await loop.unless_stopped(run.stop, evaluations.finish())
+    if run.num_steps not in done:
+      done[run.num_steps] = await loop.unless_stopped(
+        run.stop, evaluations.now(state.policy, run.num_steps)
+      )
+      await loop.save(run, state)  # with the last score
+    run.ending = 'run_ended'
+    return done[run.num_steps]
   except loop.Stopped:
-    reason = 'stopped'
+    run.ending = 'stopped'
     raise
-  finally:
-    await evaluations.cancel()
-    await dispatcher.close(reason)
-    ledger.close()
-    writer.close()
 
 
 async def pretrain_values(
@@ -230,8 +275,8 @@ async def pretrain_values(
     batch, _ = loop.prepare(run, trajectories, 0)
     measured = []
     for _ in range(c.value.updates_per_batch):
-      state, metrics = await asyncio.to_thread(
-        loop.update_once, run.learner.update_critic, state, batch
+      state, metrics = await run.bounded(
+        'a critic update', loop.update_once, run.learner.update_critic, state, batch
       )
       loop.check_finite(run, metrics)
       measured.append(metrics)
@@ -241,6 +286,7 @@ async def pretrain_values(
     run.show(
       'value pretraining', index + 1, c.value.num_batches, {**measured[0], 'reward/mean': reward}
     )
+  run.dispatcher.totals()  # these episodes are no update's
   if unseen:
     run.writer.write(0, {'value/explained_variance': unseen})
     screen.note(
@@ -258,6 +304,7 @@ class Evaluations:
   services: build.Services
   writer: MetricsWriter
   screen: Screen
+  fail: Callable[[Exception], None]  # tells the run of an evaluation that went wrong beside it
   running: asyncio.Task | None = None
 
   def start(self, params: Any, step: int) -> None:
@@ -267,7 +314,11 @@ class Evaluations:
   async def _after(self, earlier: asyncio.Task | None, params: Any, step: int) -> None:
     if earlier is not None:
       await earlier
-    await self.now(params, step)
+    try:
+      await self.now(params, step)
+    except Exception as error:
+      self.fail(error)
+      raise
 
   async def now(self, params: Any, step: int) -> dict[str, float]:
     """Evaluates, records and returns the metrics."""

@@ -1,9 +1,10 @@
 """The folder of a run: whose it is, and what is in it."""
 
+import fcntl
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 from ml_collections import ConfigDict
@@ -17,19 +18,24 @@ def run_id(config: ConfigDict) -> str:
   return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_warm_start(config: ConfigDict) -> None:
-  """Raises ValueError if `supervised.workdir` names no run with a warm start."""
-  if path := config.supervised.workdir:
-    saved_config(Path(path))
-    if not checkpoint.steps(Path(path) / 'checkpoints' / 'supervised'):
-      raise ValueError(f'supervised.workdir={path}: that run has no warm start yet')
+def check_warm_start(workdir: Path, config: ConfigDict) -> None:
+  """Raises ValueError if `supervised.workdir` names no run with a whole warm start of the same model."""
+  path = config.supervised.workdir
+  if not path or checkpoint.steps(workdir / 'checkpoints' / 'rl'):
+    return
+  theirs = saved_config(Path(path))
+  steps = checkpoint.steps(Path(path) / 'checkpoints' / 'supervised')
+  if not steps or steps[-1] != theirs.supervised.num_steps:
+    raise ValueError(f'supervised.workdir={path}: the warm start of that run is not complete')
+  if theirs.model.to_dict() != config.model.to_dict():
+    raise ValueError(f'supervised.workdir={path}: that run has another model; use the same model.*')
 
 
-def claim(workdir: Path, config: ConfigDict) -> None:
-  """Makes the workdir this config's.
+def claim(workdir: Path, config: ConfigDict) -> IO[str]:
+  """Makes the workdir this config's and this process's, as long as the returned file is open.
 
   Raises:
-    ValueError: if it belongs to another config; nothing is written then.
+    ValueError: if it belongs to another config, or another process is at work in it; nothing is written then.
   """
   path = workdir / 'config.json'
   ours = json.loads(config.to_json())
@@ -39,11 +45,24 @@ def claim(workdir: Path, config: ConfigDict) -> None:
       raise ValueError(
         f'{workdir} holds a run with another config ({_difference(theirs, ours)}): choose another --workdir'
       )
-    return
+    return _lock(workdir)
   if workdir.exists() and any(workdir.iterdir()):
     raise ValueError(f'{workdir} is not empty and holds no run: choose another --workdir')
   workdir.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(ours, indent=2, sort_keys=True) + '\n')
+  return _lock(workdir)
+
+
+def _lock(workdir: Path) -> IO[str]:
+  file = (workdir / '.lock').open('w')
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    file.close()
+    raise ValueError(
+      f'another process is at work in {workdir}: wait for it, or choose another --workdir'
+    ) from None
+  return file
 
 
 def _difference(theirs: Any, ours: Any, prefix: str = '') -> str:

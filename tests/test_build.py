@@ -154,14 +154,14 @@ def policy_loss(c):
 
 def test_the_optimiser_clips_then_warms_up():
   # Adam's first step is the rate, whatever the gradient: 1e-3 / 6 of a warm-up of 5, then 2e-3 / 6, ... 1e-3.
-  tx = methods.adamw('policy', config(policy__eps=1e-30).policy)
+  tx = methods.adamw('policy', config(policy__eps=1e-30, policy__learning_rate=1e-3).policy)
   params, grads = {'w': jnp.zeros(())}, {'w': jnp.asarray(100.0)}
   state, steps = tx.init(params), []
   for _ in range(8):
     updates, state = tx.update(grads, state, params)
     steps.append(-float(updates['w']))
   np.testing.assert_allclose(steps, 1e-3 / 6 * np.minimum(np.arange(1, 9), 6), rtol=1e-4)
-  decay = methods.adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0).policy)
+  decay = methods.adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0, policy__learning_rate=1e-3).policy)
   params = {'w': jnp.asarray(2.0)}
   updates, _ = decay.update({'w': jnp.zeros(())}, decay.init(params), params)
   np.testing.assert_allclose(updates['w'], -1e-3 * 0.5 * 2, rtol=1e-5)
@@ -197,7 +197,7 @@ def test_limits_come_from_their_fields():
   limits = assemble._limits(
     config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4)
   )
-  assert (limits.capacity, limits.retries, limits.batch_size) == (32, 4, 8)
+  assert (limits.capacity, limits.retries) == (32, 4)
   assert assemble._limits(config(runtime__mode='sync')).capacity == 64
 
 
@@ -213,3 +213,23 @@ def test_a_categorical_critic_builds_and_refuses_returns_outside_its_support():
   parts.baseline([trajectory('a', [0, 1], reward=1.0)], None)
   with pytest.raises(RunFailed, match=r'episode a has return 1.5, outside value.low=-1.0'):
     parts.baseline([trajectory('a', [0, 1], reward=1.5)], None)
+
+
+def test_the_paper_variant_lacks_nothing_but_experts_and_its_files(tmp_path):
+  path = tmp_path / 'p.jsonl'
+  path.write_text('{"question": "1+1", "answer": 2}')
+  with pytest.raises(ValueError, match=r'model\.num_experts=128'):
+    build.parts(config('paper'))
+  files = {'data__path': str(path), 'data__heldout_path': str(path)}
+  build.parts(config('paper', model__num_experts=0, **files))
+
+
+@pytest.mark.parametrize('max_tokens', [10, 15])
+def test_made_up_problems_must_fit_as_well(max_tokens):
+  with pytest.raises(ValueError, match=rf'env\.max_tokens={max_tokens} leaves no room'):
+    build.parts(config(env__max_tokens=max_tokens, engine__prefill_buckets=(8,)))
+
+
+def test_demonstrations_that_do_not_fit_are_told():
+  assert any('left out' in note for note in build.parts(config(env__max_tokens=60)).notes)
+  assert not any('left out' in note for note in build.parts(config()).notes)

@@ -69,8 +69,8 @@ def test_a_failure_is_played_again_and_then_counts(failure):
   player = Player({(0, 0, 0): failure, (0, 0, 1): 1.0, (0, 1, 0): 1.0})
   got = score(player)
   assert (got.pass_at_1, got.failed) == (pytest.approx(1 / 3), 0)
-  # The same episode is repeated: the same seed under another name.
-  assert player.seeds[0, 0, 0] == player.seeds[0, 0, 1]
+  # Another try: what the first seed said may be what cannot be judged.
+  assert player.seeds[0, 0, 0] != player.seeds[0, 0, 1]
   assert len(player.seeds) == 7
 
 

@@ -55,8 +55,8 @@ def test_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
   ipykernel.kernelspec.write_kernel_spec(tmp_path / 'jupyter' / 'kernels' / 'python3')
   monkeypatch.setenv('JUPYTER_PATH', str(tmp_path / 'jupyter'))
   monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))  # nor its start-up files
-  monkeypatch.setenv('SAO_NOTEBOOK_SUPERVISED_STEPS', '20')  # too few to learn anything
-  monkeypatch.setenv('SAO_NOTEBOOK_STEPS', '3')
+  monkeypatch.setenv('SAO_NOTEBOOK_SUPERVISED_STEPS', '10')  # too few to learn anything
+  monkeypatch.setenv('SAO_NOTEBOOK_STEPS', '2')
   folder = tmp_path / 'notebooks'
   shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns('.*'))
 

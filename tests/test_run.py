@@ -90,7 +90,7 @@ def check_metrics(workdir, *, steps: int) -> None:
   times = [r['time_s'] for r in updates]
   assert times == sorted(times)
   evaluations = [r['step'] for r in rows if 'eval/pass@1' in r]
-  assert evaluations[0] == 0 and evaluations[-1] == steps
+  assert evaluations == [*range(0, steps, 4), steps]  # none is lost with a killed process
   for name in (
     'reward/mean reward/dispatched_mean length/trained length/dispatched loss/policy loss/critic dis/kept '
     'dis/dropped_low dis/dropped_high dis/ess critic/explained_variance critic/grad_norm policy/grad_norm '
@@ -98,7 +98,9 @@ def check_metrics(workdir, *, steps: int) -> None:
     'async/in_system idle/learner idle/engine tokens/sampled tokens/trained compiles time_s'
   ).split():
     assert name in updates[0], name
-  assert len({r['compiles'] for r in updates}) == 1
+  assert (
+    updates[-1]['compiles'] <= updates[0]['compiles'] + 2
+  )  # new row counts of a batch, nothing else
 
 
 @pytest.fixture(scope='session')
@@ -201,6 +203,7 @@ def wait_for_update(process, workdir, step: int) -> None:
     ):
       return
     time.sleep(0.02)
+  process.kill()
   raise AssertionError(f'update {step} did not come: {process.communicate()[1][-2000:]}')
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
+from sao_jax import loop
 from sao_jax.runtime import admission, failures
 from sao_jax.runtime.dispatch import Dispatcher, Limits
 from sao_jax.runtime.failures import RunFailed
@@ -15,7 +18,6 @@ from tests.test_batching import trajectory
 
 LIMITS = Limits(
   seed=0,
-  batch_size=4,
   group_size=1,
   capacity=8,
   retries=1,
@@ -355,3 +357,64 @@ def test_a_snapshot_keeps_the_finished_and_issues_the_unfinished_again(tmp_path)
   ids = [r['episode'] for r in events if r['event'] == 'trained']
   assert len(set(ids)) == 12
   assert '000002-0-1' in ids  # the unfinished prompt under a new id
+
+
+def test_a_stop_in_the_same_pass_as_a_finished_batch_loses_nothing(tmp_path):
+  """asyncio.wait_for of Python 3.11 swallows such a cancellation; then a batch was popped and thrown away."""
+
+  async def main(passes):
+    folder = tmp_path / str(passes)
+    folder.mkdir()
+    gate = asyncio.Event()
+
+    async def play(task, *, episode, group, seed):
+      await gate.wait()
+      return dataclasses.replace(trajectory(episode, [0, 1]), group=group)
+
+    d, _ = dispatcher(folder, play)
+    stop = asyncio.Event()
+    taking = asyncio.create_task(loop.unless_stopped(stop, d.take(4)))
+    await asyncio.sleep(0.01)
+    gate.set()
+    for _ in range(passes):
+      await asyncio.sleep(0)
+    stop.set()
+    try:
+      taken = await asyncio.wait_for(taking, 5)
+    except loop.Stopped:
+      taken = []
+    _, kept = d.snapshot()
+    finished = {episode for episode, state in d._ledger.states.items() if state == 'finished'}
+    assert {t.episode for t in [*taken, *kept]} == finished
+    await d.close('stopped')
+
+  for passes in range(12):
+    asyncio.run(main(passes))
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_with_its_reason(tmp_path, monkeypatch):
+  async def main():
+    d, ledger = dispatcher(tmp_path, player())
+    record = ledger.record
+
+    def full(episode, event, **kwargs):
+      if event == 'finished':
+        raise OSError(28, 'No space left on device')
+      record(episode, event, **kwargs)
+
+    monkeypatch.setattr(ledger, 'record', full)
+    with pytest.raises(OSError, match='No space left'):
+      await d.take(4)
+    await d.close('x')
+
+  asyncio.run(main())
+
+
+def test_work_that_hangs_on_a_thread_ends_the_process_in_time():
+  code = (
+    'import asyncio, time; from sao_jax.runtime import watchdog; '
+    'asyncio.run(watchdog.bounded("an update", 0.2, time.sleep, 600))'
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
+  assert done.returncode == 3
+  assert done.stderr.splitlines()[-1] == 'failed: an update takes more than 0.2 s'

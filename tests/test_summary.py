@@ -76,7 +76,6 @@ def test_runtime_by_hand():
     'tokens/per_second': 37.5,
     'idle/learner': 0.25,
     'idle/engine': 0.25,
-    'compiles': 5,
     'reward/dispatched_mean': 0.75,
     'length/dispatched': 25.0,
     'async/in_system': 12,

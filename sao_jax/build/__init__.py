@@ -2,6 +2,7 @@
 
 from sao_jax.build.assemble import Parts, parts
 from sao_jax.build.checks import check_prompts
-from sao_jax.build.services import Services
+from sao_jax.build.methods import demonstrate
+from sao_jax.build.services import Services, make_sandbox
 
-__all__ = ['Parts', 'Services', 'check_prompts', 'parts']
+__all__ = ['Parts', 'Services', 'check_prompts', 'demonstrate', 'make_sandbox', 'parts']

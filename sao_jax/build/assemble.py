@@ -22,6 +22,8 @@ from sao_jax.models import transformer
 from sao_jax.runtime import admission, dispatch
 from sao_jax.types import Model, Task
 
+LONGEST_DEMONSTRATION = 256  # tokens; longer rows would be mostly padding
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -41,6 +43,7 @@ class Parts:
   baseline: methods.Baseline
   source: PromptSource
   practice: PromptSource  # problems with scripted demonstrations, for the warm start
+  demonstration_tokens: int  # the longest that the warm start uses
   heldout: list[Task]
   limits: dispatch.Limits
   notes: tuple[str, ...]  # what a user should know before the run: what is frozen, what is held out
@@ -67,6 +70,8 @@ def parts(config: ConfigDict) -> Parts:
       critic_tx = learner.freeze(critic_tx, frozen)
   supervised_tx = _supervised_tx(config)
   practice, source, heldout, notes = _prompts(config)
+  limit = min(config.env.max_tokens, LONGEST_DEMONSTRATION)
+  notes += _left_out(config, practice, limit)
   return Parts(
     config=config,
     model=model,
@@ -90,6 +95,7 @@ def parts(config: ConfigDict) -> Parts:
     baseline=methods.baseline(config),
     source=source,
     practice=practice,
+    demonstration_tokens=limit,
     heldout=heldout,
     limits=_limits(config),
     notes=(counts, *notes),
@@ -114,7 +120,9 @@ def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], lis
   )
   n = c.evaluation.num_problems
   if not (c.data.path or c.data.heldout_path):
-    return procedural, procedural, procedural.heldout(n), []
+    heldout = procedural.heldout(n)
+    checks.check_prompts(heldout, c)
+    return procedural, procedural, heldout, []
   notes, source, heldout = [], procedural, []
   if c.data.heldout_path:
     heldout = load_problems(c.data.heldout_path)
@@ -138,6 +146,19 @@ def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], lis
   return procedural, source, heldout[:n], notes
 
 
+def _left_out(c: ConfigDict, practice: PromptSource, limit: int) -> list[str]:
+  """A note if some demonstrations are too long for the warm start."""
+  if not c.supervised.num_steps or c.supervised.workdir:
+    return []
+  sample = range(200)
+  long = sum(len(methods.demonstrate(c, practice, index).tokens) > limit for index in sample)
+  if not long:
+    return []
+  return [
+    f'WARNING: about {long / len(sample):.1%} of the demonstrations have over {limit} tokens and are left out'
+  ]
+
+
 def _model(c: ConfigDict) -> Model:
   shape = {key: value for key, value in c.model.items() if key != 'num_experts'}
   return transformer.make(vocab_size=tokens.VOCAB_SIZE, **shape)
@@ -146,7 +167,6 @@ def _model(c: ConfigDict) -> Model:
 def _limits(c: ConfigDict) -> dispatch.Limits:
   return dispatch.Limits(
     seed=c.seed,
-    batch_size=c.train.batch_size,
     group_size=c.train.group_size,
     capacity=admission.capacity(
       mode=c.runtime.mode,

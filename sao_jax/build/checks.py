@@ -154,16 +154,15 @@ def _one_of(c: ConfigDict, field: str, choices: tuple[str, ...]) -> None:
 
 
 def check_prompts(tasks: Iterable[Task], config: ConfigDict) -> None:
-  """Every question must leave room for an answer.
+  """Every question must leave room for a turn.
 
   Raises:
     ValueError: naming the longest question and what it needs.
   """
   longest = max(tasks, key=lambda task: len(tokens.prompt_tokens(task.question)))
   size = len(tokens.prompt_tokens(longest.question))
-  if size + config.env.max_turn_tokens > config.env.max_tokens:
+  if size >= config.env.max_tokens:
     raise ValueError(
-      f'problem {longest.prompt_id} has {size} tokens, and with env.max_turn_tokens='
-      f'{config.env.max_turn_tokens} it does not fit env.max_tokens={config.env.max_tokens}: raise the '
-      f'latter to at least {size + config.env.max_turn_tokens}, or leave out long problems'
+      f'problem {longest.prompt_id} has {size} tokens and env.max_tokens={config.env.max_tokens} leaves no room for '
+      f'an answer: raise it (to {size + config.env.max_turn_tokens} for a whole turn), or leave out long problems'
     )

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from sao_jax import advantages, critics, learner, losses
+from sao_jax.envs.problems import Demonstration, demonstration
+from sao_jax.envs.prompts import PromptSource
 from sao_jax.models import heads, transformer
 from sao_jax.runtime import failures
 from sao_jax.types import Batch, Trajectory
@@ -224,3 +227,16 @@ def _no_baseline(c: ConfigDict, trajectories: list[Trajectory], memory):
           f'{c.value.high}: widen the support of the categorical head'
         )
   return None, memory
+
+
+def demonstrate(c: ConfigDict, practice: PromptSource, index: int) -> Demonstration:
+  """The demonstration of the warm start at an index; a function of its arguments."""
+  index %= c.supervised.num_demonstrations
+  return demonstration(
+    practice.task(index),
+    # A stream of its own: the task's kind is drawn from [seed, index], and must not decide the tool.
+    np.random.default_rng([c.seed, index, 1]),
+    tool_share=c.supervised.tool_share,
+    slip_share=c.supervised.slip_share,
+    observation_bytes=c.env.observation_bytes,
+  )

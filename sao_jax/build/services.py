@@ -18,20 +18,29 @@ from sao_jax.sandbox import PythonSandbox
 from sao_jax.types import Engine, Task, Trajectory
 
 
-class Services:
-  """The running side: engines, sandbox and grader, and how an episode is played on them."""
+def make_sandbox(config: ConfigDict) -> PythonSandbox:
+  """Starts the sandbox and proves that it isolates.
 
-  def __init__(self, parts: Parts, params: Any):
-    """Starts everything; engines hold copies of `params` as version 0."""
+  Raises:
+    ValueError: this machine offers no isolation that it knows.
+  """
+  section = config.sandbox
+  return PythonSandbox(
+    num_workers=section.num_workers,
+    timeout_s=section.timeout_s,
+    memory_mb=section.memory_mb,
+    output_bytes=section.output_bytes,
+  )
+
+
+class Services:
+  """Engines and grader, and how an episode is played on them and on a sandbox."""
+
+  def __init__(self, parts: Parts, params: Any, sandbox: PythonSandbox):
+    """Starts the engines, which hold copies of `params` as version 0. The sandbox stays the caller's."""
     c = parts.config
-    self._sandbox = PythonSandbox(
-      num_workers=c.sandbox.num_workers,
-      timeout_s=c.sandbox.timeout_s,
-      memory_mb=c.sandbox.memory_mb,
-      output_bytes=c.sandbox.output_bytes,
-    )
+    self._sandbox = sandbox
     self._grader = Grader(timeout_s=c.env.grader_timeout_s, num_workers=1)
-    self.description = self._sandbox.describe()
     programs = make_programs(
       parts.model,
       params,
@@ -74,8 +83,9 @@ class Services:
     return play
 
   async def close(self) -> None:
-    """Ends every process and thread of it."""
-    for engine in (self.engine, self.evaluation_engine):
-      await asyncio.to_thread(engine.close)
-    await self._sandbox.close()
+    """Ends the engines' threads and the grader's processes."""
     await self._grader.close()
+    closing = [asyncio.to_thread(e.close) for e in (self.engine, self.evaluation_engine)]
+    for result in await asyncio.gather(*closing, return_exceptions=True):
+      if isinstance(result, BaseException):
+        raise result

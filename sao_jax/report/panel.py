@@ -134,8 +134,11 @@ class Panel:
     mean, top = show('async/staleness_mean', '{:.1f}'), show('async/staleness_max', '{:.0f}')
     learner, engine = show('idle/learner', '{:.0%}'), show('idle/engine', '{:.0%}')
     reward = f'{show("reward/mean", "{:.2f}")}  {_sparkline(self._rewards)}'
+    quality = ('reward', reward)
+    if 'loss/supervised' in self._metrics:
+      quality = ('loss', show('loss/supervised', '{:.3f}'))
     rows = [
-      ('reward', reward, 'staleness', f'{mean} mean  {top} max'),
+      (*quality, 'staleness', f'{mean} mean  {top} max'),
       ('held-out', show('eval/pass@1', '{:.2f} pass@1'), 'tokens kept', show('dis/kept', '{:.1%}')),
       (
         'tokens/s',

@@ -63,7 +63,6 @@ def of_runtime(
     'tokens/per_second': sampled / elapsed,
     'idle/learner': waited / elapsed,
     'idle/engine': max(0.0, 1 - busy / elapsed),
-    'compiles': health['compiles'],
     'reward/dispatched_mean': totals.reward / finished,
     'length/dispatched': totals.length / finished,
     'async/in_system': ledger.in_system(),

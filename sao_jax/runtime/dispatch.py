@@ -10,7 +10,7 @@ import numpy as np
 
 from sao_jax.batching import check_trajectory
 from sao_jax.runtime.failures import Breaker, RunFailed, may_retry
-from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.types import EpisodeFailure, FailureKind, Task, Trajectory
 
 Play = Callable[..., Awaitable[Trajectory]]  # (task, *, episode, group, seed) -> Trajectory
@@ -21,7 +21,6 @@ class Limits:
   """Numbers of the runtime; see configs/ for what they mean."""
 
   seed: int
-  batch_size: int
   group_size: int
   capacity: int  # episodes in the system; see admission.capacity
   retries: int  # further episodes of a prompt after a failure that is not the agent's
@@ -111,14 +110,16 @@ class Dispatcher:
     """
     self.fill()
     count = episodes // self._limits.group_size
-    while not self._enough(count, in_order):
-      if self._error is not None:
-        raise self._error
+    while self._error is None and not self._enough(count, in_order):
       self._changed.clear()
       try:
-        await asyncio.wait_for(self._changed.wait(), self._limits.stall_timeout_s)
+        # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
+        async with asyncio.timeout(self._limits.stall_timeout_s):
+          await self._changed.wait()
       except TimeoutError:
         raise RunFailed(self._stalled(episodes)) from None
+    if self._error is not None:
+      raise self._error
     taken = [self._groups.pop(heapq.heappop(self._ready)) for _ in range(count)]
     return [trajectory for group in taken for trajectory in group.finished]
 
@@ -143,14 +144,26 @@ class Dispatcher:
     totals, self._totals = self._totals, _Totals()
     return totals
 
+  def fail(self, error: Exception) -> None:
+    """Ends the run: `take` raises the first error that it is told, here or by an episode."""
+    self._error = self._error or error
+    self._changed.set()
+
   def snapshot(self) -> tuple[dict[str, Any], list[Trajectory]]:
     """What a checkpoint needs to go on from here, and the finished episodes that no update has used."""
+    # Copies: a checkpoint is written beside episodes that go on.
     groups = [
-      {'index': g.index, 'issued': g.issued, 'failures': g.failures, 'dead': g.dead}
+      {'index': g.index, 'issued': {**g.issued}, 'failures': {**g.failures}, 'dead': g.dead}
       for g in self._groups.values()
     ]
     finished = [t for g in self._groups.values() for t in g.finished]
-    return {'next': self._next, 'needed': self._needed, 'groups': groups}, finished
+    totals = dataclasses.asdict(self._totals)
+    return {
+      'next': self._next,
+      'needed': self._needed,
+      'groups': groups,
+      'totals': totals,
+    }, finished
 
   async def close(self, reason: str) -> None:
     """Cancels what runs, waits until it is gone, and ends every open episode in the log."""
@@ -165,6 +178,7 @@ class Dispatcher:
 
   def _restore(self, snapshot, trajectories) -> None:
     self._next, self._needed = snapshot['next'], snapshot['needed']
+    self._totals = _Totals(**snapshot['totals'])
     for saved in snapshot['groups']:
       self._groups[saved['index']] = _Group(**{**saved, 'finished': []})
     for trajectory in trajectories:
@@ -173,6 +187,8 @@ class Dispatcher:
     for episode in [e for e in self._ledger.states if e not in done]:
       self._ledger.record(episode, 'cancelled', version=self.version, reason='restart')
       index, member, _ = episode.split('-')
+      if int(index) not in self._groups:
+        raise LedgerError(f'episode {episode} is open in the log and unknown to the checkpoint')
       if not self._groups[int(index)].dead:
         self._start(self._groups[int(index)], member, 'reissued', 'restart')
     for group in list(self._groups.values()):
@@ -185,8 +201,15 @@ class Dispatcher:
     episode = f'{group.index:06d}-{member}-{number}'
     task = self._task_at(group.index)
     self._ledger.record(episode, event, version=self.version, prompt=task.prompt_id, reason=reason)
-    coroutine = self._run(group, member, episode, task)
+    coroutine = self._guarded(group, member, episode, task)
     self._running[episode] = asyncio.create_task(coroutine, name=episode)
+
+  async def _guarded(self, *episode) -> None:
+    """Whatever goes wrong in running or recording an episode ends the run."""
+    try:
+      await self._run(*episode)
+    except Exception as error:  # e.g. a full disk under the log
+      self.fail(error)
 
   async def _run(self, group: _Group, member: str, episode: str, task: Task) -> None:
     failures = group.failures.get(member, 0)
@@ -216,9 +239,9 @@ class Dispatcher:
       self._failed(group, member, episode, EpisodeFailure(FailureKind.INFRA, message))
     except EpisodeFailure as failure:
       self._failed(group, member, episode, failure)
-    except Exception as error:  # a bug: it travels to the loop, which ends the run
+    except Exception as error:
+      self.fail(error)
       self._failed(group, member, episode, EpisodeFailure(FailureKind.BUG, repr(error)))
-      self._error = self._error or error
     finally:
       self._running.pop(episode, None)
       self._settle(group)
@@ -235,7 +258,7 @@ class Dispatcher:
     try:
       self._breaker.failure(str(failure))
     except RunFailed as error:
-      self._error = self._error or error
+      self.fail(error)
 
   def _settle(self, group: _Group) -> None:
     """A complete group becomes ready; what is left of a dead one is dropped, and its room used again."""

@@ -93,10 +93,6 @@ class Ledger:
     """Episodes that have started and not ended; those under training included."""
     return len(self.states)
 
-  def count(self, state: str) -> int:
-    """Open episodes in one state."""
-    return sum(s == state for s in self.states.values())
-
   def check(self) -> None:
     """Conservation: started = open + trained + dropped + failed + cancelled.
 
