@@ -33,7 +33,9 @@ def _embedded() -> ConfigDict:
 
   c.data = ConfigDict()
   c.data.path = ''  # a .jsonl or .csv file of problems; '' makes up those of the warm start
-  c.data.heldout_path = ''  # the same for evaluation; '' holds out a tenth of all questions, by their text
+  c.data.heldout_path = (
+    ''  # the same for evaluation; '' holds out a tenth of all questions, by their text
+  )
   c.data.kinds = ('arithmetic', 'modular', 'counting')  # of made-up problems
   c.data.levels = (1, 2)  # of difficulty, 1 to 4
 

@@ -1,9 +1,9 @@
 """Runs variants x seeds of one config, one after the other, and compares them. Start it again to go on.
 
   python experiments/replicate.py --config=configs/beyondaime.py --variants=sao,grpo_dis,grpo --seeds=0,1,2
-      [--workdir=runs/replicate] [--config.section.field=value ...]
+      [--warm_starts=RUN0,RUN1,RUN2] [--workdir=runs/replicate] [--config.section.field=value ...]
 
-All variants of a seed share the warm start of the first. Writes WORKDIR/table.md and WORKDIR/comparison.png.
+All variants of a seed share one warm start: that of the run that --warm_starts names for it, or of its first variant. Writes WORKDIR/table.md and WORKDIR/comparison.png.
 """
 
 import signal
@@ -37,11 +37,13 @@ def main(argv: Sequence[str]) -> None:
     seeds = [commands.number(text, '--seeds') for text in values.seeds]
     if not variants or not seeds:
       raise ValueError('--variants and --seeds must each name at least one')
+    if values.warm_starts and len(values.warm_starts) != len(seeds):
+      raise ValueError(f'--warm_starts names {len(values.warm_starts)} runs for {len(seeds)} seeds')
   root = Path(values.workdir)
   path = commands.config_path(values)
   named: dict[str, list[Path]] = {variant: [] for variant in variants}
-  for seed in seeds:
-    warm = None
+  for index, seed in enumerate(seeds):
+    warm = values.warm_starts[index] if values.warm_starts else None
     for variant in variants:
       workdir = root / f'{variant}-{seed}'
       command = [
@@ -124,6 +126,7 @@ def _define(values: flags.FlagValues) -> None:
     'variants', ['sao', 'grpo_dis', 'grpo'], 'Of the config file.', flag_values=values
   )
   flags.DEFINE_list('seeds', ['0', '1', '2'], 'Whole numbers.', flag_values=values)
+  flags.DEFINE_list('warm_starts', [], 'Workdirs of runs, one a seed.', flag_values=values)
   flags.DEFINE_string(
     'workdir', str(commands.RUNS / 'replicate'), 'Folder of the runs.', flag_values=values
   )

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Run:
   clock: Clock
   stop: asyncio.Event
   evaluate: Callable[[Any, int], None]  # (params, step): starts an evaluation beside the run
+  evaluated: Callable[[], Awaitable[None]]  # waits for it
   baseline: Callable[[list[Trajectory], Any], tuple[dict[str, float] | None, Any]]
   show: Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
   num_steps: int
@@ -95,10 +96,10 @@ async def train(run: Run, state: TrainState) -> TrainState:
     busy_before, last = health, now
     run.writer.write(version + 1, metrics)
     run.show('rl', version + 1, run.num_steps, metrics)
-    if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
-      run.evaluate(jax.tree.map(jnp.copy, state.policy), version + 1)
     if (version + 1) % run.save_every == 0 or version + 1 == run.num_steps:
       await save(run, state)
+    if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
+      run.evaluate(jax.tree.map(jnp.copy, state.policy), version + 1)
   return state
 
 
@@ -141,7 +142,12 @@ def publish(engine: Engine, state: TrainState) -> None:
 
 
 async def save(run: Run, state: TrainState) -> None:
-  """One atomic unit of everything that is needed to go on from here."""
+  """One atomic unit of everything that is needed to go on from here.
+
+  An evaluation that still runs is waited for: a checkpoint of a later update could not repeat it. It was started after
+  the last checkpoint, so that in a usual run it is done by now.
+  """
+  await run.evaluated()
   progress, finished = run.dispatcher.snapshot()
   host = {
     'time_s': run.clock(),

@@ -202,6 +202,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> d
     clock=clock,
     stop=stop,
     evaluate=evaluations.start,
+    evaluated=evaluations.finish,
     baseline=parts.baseline,
     show=screen.update,
     num_steps=c.train.num_steps,

@@ -161,7 +161,10 @@ def test_the_optimiser_clips_then_warms_up():
     updates, state = tx.update(grads, state, params)
     steps.append(-float(updates['w']))
   np.testing.assert_allclose(steps, 1e-3 / 6 * np.minimum(np.arange(1, 9), 6), rtol=1e-4)
-  decay = methods.adamw('policy', config(policy__weight_decay=0.5, policy__warmup_steps=0, policy__learning_rate=1e-3).policy)
+  decay = methods.adamw(
+    'policy',
+    config(policy__weight_decay=0.5, policy__warmup_steps=0, policy__learning_rate=1e-3).policy,
+  )
   params = {'w': jnp.asarray(2.0)}
   updates, _ = decay.update({'w': jnp.zeros(())}, decay.init(params), params)
   np.testing.assert_allclose(updates['w'], -1e-3 * 0.5 * 2, rtol=1e-5)
