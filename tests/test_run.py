@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sao_jax import checkpoint
+
 ROOT = Path(__file__).parents[1]
 TINY = {
   'model.width': 16,
@@ -121,7 +123,7 @@ def test_a_whole_run(finished):
   assert (workdir / 'curves.png').stat().st_size > 10_000
   assert list((workdir / 'tensorboard').iterdir())
   assert json.loads((workdir / 'config.json').read_text())['sao']['eps_high'] == 5.0
-  assert (workdir / 'checkpoints' / 'rl' / '00000008').is_dir()
+  assert checkpoint.steps(workdir / 'checkpoints' / 'rl')[-1] == 8
 
 
 def test_a_finished_run_skips_every_phase(finished, cache):
@@ -302,7 +304,7 @@ def test_workdir_of_another_config_is_left_alone(finished, cache):
 def test_corrupt_checkpoint_is_named_and_left_alone(finished, cache, tmp_path):
   workdir = tmp_path / 'copy'
   shutil.copytree(finished[0], workdir)
-  victim = next(p for p in (workdir / 'checkpoints' / 'rl' / '00000008').rglob('host.json'))
+  victim = next((workdir / 'checkpoints' / 'rl').glob('00000008*/host.json'))
   victim.write_bytes(victim.read_bytes()[:-10])
   events = (workdir / 'events.jsonl').read_bytes()
   message = refused(cache, run_flags(workdir))
