@@ -22,7 +22,7 @@ from sao_jax.types import Batch, Engine, Trajectory
 
 
 class Stopped(Exception):
-  """A signal asked the run to stop; everything needed to go on is saved. The exit code is 75."""
+  """A signal asked the run to stop; the last checkpoint has what is needed to go on. The exit code is 75."""
 
 
 @dataclasses.dataclass

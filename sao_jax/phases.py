@@ -44,7 +44,8 @@ async def execute(
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
 
   Raises:
-    loop.Stopped: after a checkpoint, when `stop` is set.
+    loop.Stopped: when `stop` is set, after a checkpoint; the first evaluation and value pretraining, which have none, are
+      done again by the next start.
     RunFailed, CheckpointError, LedgerError: with the reason.
   """
   identity = run_workdir.run_id(parts.config)
@@ -123,7 +124,6 @@ def _demonstrations(parts: build.Parts, step: int):
   size = c.supervised.batch_size
   rows = []
   for index in range(step * size, (step + 1) * size):
-    index %= c.supervised.num_demonstrations
     shown = build.demonstrate(c, parts.practice, index)
     if len(shown.tokens) <= parts.demonstration_tokens:  # `build.parts` tells of those that are not
       rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
@@ -240,9 +240,8 @@ async def _improve(
       step = int(state.step)
       screen.note(f'resumed at update {step} of {run.num_steps}')
       if 0 < step < run.num_steps and step % run.evaluate_every == 0 and step not in done:
-        evaluations.start(
-          jax.tree.map(jnp.copy, state.policy), step
-        )  # it was lost with the process
+        # It was lost with the process.
+        evaluations.start(jax.tree.map(jnp.copy, state.policy), step)
     else:
       await loop.unless_stopped(run.stop, evaluations.now(state.policy, 0))
       state = await pretrain_values(run, parts, state, screen)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-Clock = Callable[[], float]  # seconds since the run first started, over all its restarts
+Clock = Callable[[], float]  # seconds of learning, the warm start left out, over all restarts
 
 
 def real_clock(already: float = 0.0) -> Clock:
