@@ -49,7 +49,7 @@ def test_only_the_first_code_cell_installs(name):
 
 
 @every_notebook
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
   # A kernel of this interpreter, found before any that the machine has under the same name.
   ipykernel.kernelspec.write_kernel_spec(tmp_path / 'jupyter' / 'kernels' / 'python3')
@@ -67,7 +67,7 @@ def test_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
   notebook.cells.append(asking)
   # Raises CellExecutionError, with the cell and its traceback, if a cell fails.
   nbclient.NotebookClient(
-    notebook, timeout=240, kernel_name='python3', resources={'metadata': {'path': str(folder)}}
+    notebook, timeout=500, kernel_name='python3', resources={'metadata': {'path': str(folder)}}
   ).execute()
 
   code = [cell for cell in notebook.cells if cell.cell_type == 'code']
