@@ -72,7 +72,7 @@ def plot_comparison(named: Mapping[str, Sequence[Path]], path: Path) -> Path:
   figure, grid = _figure('Variants compared', subtitle, (1.6, 1))
   panels = (
     (grid[0, :], 'Reward in training', ('reward/mean',)),
-    (grid[1, :3], 'Tokens dropped', ('dis/dropped_low', 'dis/dropped_high')),
+    (grid[1, :3], 'Tokens outside the trust interval', ('dis/dropped_low', 'dis/dropped_high')),
     (grid[1, 3:], 'Mean staleness of tokens, versions', ('async/staleness_mean',)),
   )
   for cell, title, keys in panels:
@@ -83,7 +83,7 @@ def plot_comparison(named: Mapping[str, Sequence[Path]], path: Path) -> Path:
       color = _CYCLE[i % len(_CYCLE)]
       ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
       lines.append((name, color, steps, mean))
-    _draw(ax, title, lines, percent=title.startswith('Tokens dropped'))
+    _draw(ax, title, lines, percent=title.startswith('Tokens'))
   return _write(figure, Path(path))
 
 
