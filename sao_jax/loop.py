@@ -38,7 +38,7 @@ class Run:
   writer: MetricsWriter
   clock: Clock
   stop: asyncio.Event
-  evaluate: Callable[[Any, int], None]  # (params, step): starts an evaluation beside the run
+  evaluate: Callable[[Any, int], None]  # (params, step): starts scoring a copy beside the run
   evaluated: Callable[[], Awaitable[None]]  # waits for it
   baseline: Callable[[list[Trajectory], Any], tuple[dict[str, float] | None, Any]]
   show: Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
@@ -99,7 +99,7 @@ async def train(run: Run, state: TrainState) -> TrainState:
     if (version + 1) % run.save_every == 0 or version + 1 == run.num_steps:
       await save(run, state)
     if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
-      run.evaluate(jax.tree.map(jnp.copy, state.policy), version + 1)
+      run.evaluate(state.policy, version + 1)
   return state
 
 

@@ -173,7 +173,7 @@ async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> d
     restored = checkpoint.restore(root, saved[-1], fresh(), run_id=identity)
   state = restored.state if restored else fresh()
   host = restored.host if restored else {}
-  services.engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+  loop.publish(services.engine, state)
   clock = real_clock(host.get('time_s', 0.0))
   ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
   writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
@@ -241,7 +241,7 @@ async def _improve(
       screen.note(f'resumed at update {step} of {run.num_steps}')
       if 0 < step < run.num_steps and step % run.evaluate_every == 0 and step not in done:
         # It was lost with the process.
-        evaluations.start(jax.tree.map(jnp.copy, state.policy), step)
+        evaluations.start(state.policy, step)
     else:
       await loop.unless_stopped(run.stop, evaluations.now(state.policy, 0))
       state = await pretrain_values(run, parts, state, screen)
@@ -309,22 +309,27 @@ class Evaluations:
 
   def start(self, params: Any, step: int) -> None:
     """Evaluates a copy of the params in the background, after the evaluation that may still run."""
-    self.running = asyncio.create_task(self._after(self.running, params, step))
+    # Copied now: the next update donates the original before the evaluation may begin.
+    copy = jax.tree.map(jnp.copy, params)
+    self.running = asyncio.create_task(self._after(self.running, copy, step))
 
   async def _after(self, earlier: asyncio.Task | None, params: Any, step: int) -> None:
     if earlier is not None:
       await earlier
     try:
-      await self.now(params, step)
+      await self._score(params, step)
     except Exception as error:
       self.fail(error)
       raise
 
   async def now(self, params: Any, step: int) -> dict[str, float]:
-    """Evaluates, records and returns the metrics."""
+    """Evaluates a copy of the params, records and returns the metrics."""
+    return await self._score(jax.tree.map(jnp.copy, params), step)
+
+  async def _score(self, params: Any, step: int) -> dict[str, float]:
+    """Evaluates params that the engine may keep."""
     c = self.parts.config.evaluation
-    engine = self.services.evaluation_engine
-    engine.load(jax.tree.map(jnp.copy, params), step)
+    self.services.evaluation_engine.load(params, step)
     result: Evaluation = await evaluate(
       self.services.evaluation_play,
       self.parts.heldout,
