@@ -142,16 +142,49 @@ def _embedded() -> ConfigDict:
   c.train.logprob_chunk = 1024  # tokens whose logits are alive at once
   c.train.save_every = 20  # updates
   c.train.keep = 2  # checkpoints
-  c.train.max_skipped_in_row = 10  # updates that are not finite; then the run ends with exit code 3
+  c.train.max_skipped_in_row = (
+    10  # updates that are not finite and change nothing; then the run has diverged
+  )
+  c.train.max_k3 = (
+    10.0  # nats a token (mismatch/k3) in three updates running: it has diverged; inf: off
+  )
+  c.train.reward_fall = 1.0  # share of its best that the mean reward of a window may lose; 1: off
+  c.train.reward_window = 20  # updates
+  c.train.max_rollbacks = 2  # to the last checkpoint, when it has diverged; then exit code 3
 
   c.runtime = ConfigDict()
-  c.runtime.mode = 'async'  # or 'sync': one batch at a time, for comparison
+  # 'async'; 'sync', one batch at a time, for comparison; 'deterministic', async under a logical clock: it repeats bit for bit
+  c.runtime.mode = 'async'
   c.runtime.pipeline_depth = 1  # batches in flight beyond the one that trains: the usual lag
   c.runtime.max_staleness = 8  # versions; older tokens are masked and counted
-  c.runtime.retries = 2  # further episodes of a prompt after an infrastructure failure
-  c.runtime.max_failures_in_row = 64
+  c.runtime.consume = 'oldest_started'  # or 'completion' order, which is biased to short episodes
+  c.runtime.late = (
+    'mask'  # tokens beyond max_staleness; or 'drop' their episodes, which is biased too
+  )
+  c.runtime.record = True  # what `run.py --replay=WORKDIR` needs, in replay.jsonl
+  c.runtime.retries = ConfigDict()  # further episodes of a prompt after a failure of this kind
+  c.runtime.retries.infra = 2
+  c.runtime.retries.env = 2
+  c.runtime.retries.grader = 1
+  c.runtime.back_off_s = 0.2  # before the first retry; doubled for each further one
+  c.runtime.max_back_off_s = 5.0
+  c.runtime.grader_holds = 3  # times that an answer is judged again when the grader is out
+  c.runtime.max_failures_in_row = 64  # of one environment: its breaker opens
+  c.runtime.breaker_cooldown_s = 5.0  # before one episode may try again; doubled each time
+  c.runtime.breaker_openings = 2  # in a row; at the next the run ends with exit code 3
   c.runtime.episode_timeout_s = 120.0
   c.runtime.stall_timeout_s = 300.0  # without any progress the run ends with exit code 3
+  c.runtime.stop_timeout_s = (
+    60.0  # after a signal a checkpoint must be there; else the last one has to do
+  )
+  c.runtime.heartbeat_s = (
+    60.0  # of several processes: one that is silent for so long ends the others
+  )
+  c.runtime.logical = ConfigDict()  # logical seconds in deterministic mode
+  c.runtime.logical.round_s = 0.01  # a round of the engine
+  c.runtime.logical.tool_s = 0.05  # a tool call
+  c.runtime.logical.grade_s = 0.01  # a verdict
+  c.runtime.logical.update_s = 0.2  # an update of the learner
 
   c.evaluation = ConfigDict()
   c.evaluation.every = 20  # updates

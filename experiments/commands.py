@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 DONE, BAD_INPUT, FAILED, STOPPED = 0, 2, 3, 75
+GOES_ON = 'the same command goes on from the last checkpoint'
 RUNS = Path('runs')
 
 
@@ -129,10 +130,11 @@ def run(main: Callable[[Sequence[str]], None], *, resumable: bool = True) -> Non
   except (BadInput, CheckpointError) as error:
     code, reason = BAD_INPUT, f'error: {error}'
   except (Stopped, KeyboardInterrupt):
-    goes_on = '; the same command goes on from the last checkpoint' if resumable else ''
+    goes_on = f'; {GOES_ON}' if resumable else ''
     code, reason = STOPPED, f'stopped{goes_on}'
   except RunFailed as error:
-    code, reason = FAILED, f'failed: {error}'
+    reason = '\n'.join([*getattr(error, '__notes__', []), f'failed: {error}'])
+    code = FAILED
   except Exception as error:
     traceback.print_exc()
     code, reason = FAILED, f'failed: {type(error).__name__}: {_one_line(error)}'

@@ -16,10 +16,11 @@ from absl import flags
 
 
 def main(argv: Sequence[str]) -> None:
-  from sao_jax import build, tokens
+  from sao_jax import build, phases, tokens
   from sao_jax import workdir as run_workdir
   from sao_jax.envs.prompts import load_problems
   from sao_jax.evaluate import evaluate
+  from sao_jax.runtime.watchdog import Waits
 
   with commands.input_errors():
     values = commands.parse(argv, _define)
@@ -45,8 +46,10 @@ def main(argv: Sequence[str]) -> None:
     output = open(values.output, 'w') if values.output else None
 
   async def score():
-    services = build.Services(parts, params, sandbox)
-    try:
+    waits = Waits(asyncio.get_running_loop().time)
+    programs = build.programs_of(parts, params)
+    services = build.Services(parts, programs, params, sandbox, waits=waits)
+    async with phases.closing(services.close, sandbox.close):
       return await evaluate(
         services.evaluation_play,
         tasks,
@@ -57,9 +60,6 @@ def main(argv: Sequence[str]) -> None:
         timeout_s=parts.limits.episode_timeout_s,
         retries=parts.limits.retries,
       )
-    finally:
-      await services.close()
-      await sandbox.close()
 
   result = asyncio.run(score())
   print(

@@ -2,6 +2,7 @@
 
 python experiments/run.py --config=configs/beyondaime.py[:variant] [--config.section.field=value ...]
     [--workdir=runs/NAME]
+python experiments/run.py --replay=runs/NAME     does that run again from its record, and compares
 """
 
 import asyncio
@@ -19,7 +20,10 @@ def main(argv: Sequence[str]) -> None:
   from sao_jax import workdir as run_workdir
   from sao_jax.report.panel import Panel
   from sao_jax.report.plot import plot_run
+  from sao_jax.runtime.watchdog import exit_after
 
+  if any(argument.startswith('--replay') for argument in argv):
+    return _replay(argv)
   with commands.input_errors():
     values, config = commands.parse_config(argv, _define)
     parts = build.parts(config)
@@ -38,19 +42,50 @@ def main(argv: Sequence[str]) -> None:
       def on_signal(number):
         stop.set()
         loop.remove_signal_handler(number)  # a second one ends the process at once
+        seconds = config.runtime.stop_timeout_s
+        exit_after(
+          seconds, commands.STOPPED, f'stopped, after {seconds} s in vain; {commands.GOES_ON}'
+        )
 
       for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
       return await phases.execute(parts, workdir, stop=stop, screen=panel)
 
-    with lock:
-      result = asyncio.run(until_signal())
+    with lock, asyncio.Runner(loop_factory=phases.event_loop(parts)) as runner:
+      result = runner.run(until_signal())
   first = run_workdir.first_evaluation(workdir)
   print(f'curves: {plot_run(workdir)}')
   print(
     f'held-out pass@1 {first:.3f} before RL, {result["eval/pass@1"]:.3f} after {config.train.num_steps} '
     f'updates ({time.monotonic() - started:.0f} s since this start); everything is in {workdir}'
   )
+
+
+def _replay(argv: Sequence[str]) -> None:
+  from sao_jax import build, phases
+  from sao_jax import replay as replaying
+  from sao_jax import workdir as run_workdir
+  from sao_jax.report.panel import Panel
+
+  with commands.input_errors():
+    values = commands.parse(argv, _define_replay)
+    workdir = Path(values.replay)
+    config = run_workdir.saved_config(workdir)
+    parts = build.parts(config)
+    replaying.check(parts, workdir)
+  with (
+    Panel(config.train.num_steps, title=f'replay of {workdir}') as panel,
+    asyncio.Runner(loop_factory=phases.event_loop(parts)) as runner,
+  ):
+    done = runner.run(replaying.replay(parts, workdir, screen=panel))
+  ending = '' if done.complete else '; the record goes no further'
+  print(
+    f'the same parameters {done.digest} after {done.updates} updates and {done.rounds} rounds of the engine{ending}'
+  )
+
+
+def _define_replay(values: flags.FlagValues) -> None:
+  flags.DEFINE_string('replay', '', 'Folder of a recorded run.', flag_values=values)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -1,5 +1,6 @@
 """Trajectories to a packed batch of fixed shape, on the host."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,6 +36,14 @@ def check_trajectory(trajectory: Trajectory) -> None:
     raise ValueError(f'trajectory {name}: a reward is not finite')
   if trajectory.rewards[~mask].any():
     raise ValueError(f'trajectory {name}: a reward sits on a token that is not an action')
+
+
+def fingerprint(trajectory: Trajectory) -> int:
+  """A 32-bit checksum of everything in a trajectory that an update depends on."""
+  total = zlib.crc32(bytes([trajectory.terminated, trajectory.truncated]))
+  for name in ('tokens', 'mask', 'behavior_logprobs', 'versions', 'rewards', 'turn_ids'):
+    total = zlib.crc32(np.ascontiguousarray(getattr(trajectory, name)).tobytes(), total)
+  return total
 
 
 def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:

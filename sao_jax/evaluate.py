@@ -1,13 +1,14 @@
 """pass@1 on a fixed list of problems."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sao_jax.runtime.failures import RunFailed, may_retry
-from sao_jax.types import EpisodeFailure, Task, Trajectory
+from sao_jax.types import EpisodeFailure, FailureKind, Task, Trajectory
 
 MAX_UNJUDGED = 0.05  # share of problems that may be left out of a score
 
@@ -30,11 +31,11 @@ async def evaluate(
   seed: int,
   concurrency: int,
   timeout_s: float,
-  retries: int,
+  retries: Mapping[str, int],
 ) -> Evaluation:
   """Plays `samples` episodes of every task.
 
-  An episode that fails is played again up to `retries` times, where that can help; after that it is counted in
+  An episode that fails is played again, as often as `retries` says for its kind of failure; after that it is counted in
   `failed` and left out, never scored 0.
 
   Args:
@@ -50,9 +51,8 @@ async def evaluate(
   """
   room = asyncio.Semaphore(concurrency)
 
-  async def one(index: int, sample: int) -> Trajectory | EpisodeFailure | TimeoutError:
-    failure = None
-    for attempt in range(retries + 1):
+  async def one(index: int, sample: int) -> Trajectory | EpisodeFailure:
+    for attempt in itertools.count():
       entropy = [seed, index, sample, *([attempt] if attempt else [])]
       async with room:
         try:
@@ -65,14 +65,13 @@ async def evaluate(
           trajectory = await asyncio.wait_for(coroutine, timeout_s)
           if np.isfinite(trajectory.reward):
             return trajectory
-          failure = ValueError(f'reward {trajectory.reward}')
-        except TimeoutError as error:
-          failure = error
+          failure = EpisodeFailure(FailureKind.GRADER, f'reward {trajectory.reward}')
+        except TimeoutError:
+          failure = EpisodeFailure(FailureKind.INFRA, f'no end within {timeout_s} s')
         except EpisodeFailure as error:
           failure = error
-          if not may_retry(error.kind, attempt + 1, retries):
-            break
-    return failure
+      if not may_retry(failure.kind, attempt + 1, retries):
+        return failure
 
   try:
     async with asyncio.TaskGroup() as group:

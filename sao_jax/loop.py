@@ -2,27 +2,51 @@
 
 import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sao_jax import batching, checkpoint
 from sao_jax.learner import Learner, TrainState
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter
-from sao_jax.runtime import watchdog
 from sao_jax.runtime.clock import Clock
 from sao_jax.runtime.dispatch import Dispatcher
+from sao_jax.runtime.divergence import Alarms, RollBack, watch
 from sao_jax.runtime.failures import RunFailed
-from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.ledger import Ledger, LedgerError
+from sao_jax.runtime.replay import Journal, Replayer
 from sao_jax.types import Batch, Engine, Trajectory
+
+UPDATE, CRITIC_UPDATE, CHECKPOINT = 'an update', 'a critic update', 'writing a checkpoint'
 
 
 class Stopped(Exception):
   """A signal asked the run to stop; the last checkpoint has what is needed to go on. The exit code is 75."""
+
+
+@dataclasses.dataclass
+class Learning:
+  """What turns trajectories into the next version; a replay has one too."""
+
+  learner: Learner  # jitted
+  work: Callable[
+    ..., Awaitable[Any]
+  ]  # (what, function, *args): beside the event loop, under a deadline
+  engine: Engine | Replayer  # where versions are published
+  journal: (
+    Journal | Replayer | None
+  )  # what becomes of each version's digest; None: the run is not recorded
+  baseline: Callable[[list[Trajectory], Any], tuple[dict[str, float] | None, Any]]
+  max_staleness: int
+  row_length: int
+  row_multiple: int
+  memory: Any = None  # of the baseline
 
 
 @dataclasses.dataclass
@@ -31,8 +55,7 @@ class Run:
 
   workdir: Path
   run_id: str
-  learner: Learner  # jitted
-  engine: Engine
+  learning: Learning
   dispatcher: Dispatcher
   ledger: Ledger
   writer: MetricsWriter
@@ -40,25 +63,18 @@ class Run:
   stop: asyncio.Event
   evaluate: Callable[[Any, int], None]  # (params, step): starts scoring a copy beside the run
   evaluated: Callable[[], Awaitable[None]]  # waits for it
-  baseline: Callable[[list[Trajectory], Any], tuple[dict[str, float] | None, Any]]
   show: Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
+  alarms: Alarms
   num_steps: int
   batch_size: int
-  max_staleness: int
-  row_length: int
-  row_multiple: int
   evaluate_every: int
   save_every: int
   keep: int
-  max_skipped_in_row: int
-  thread_timeout_s: float  # of one update or one checkpoint, compilation included
-  memory: Any = None  # of the baseline
-  skipped_in_row: int = 0
+  quiet_saves: bool  # a checkpoint waits for what is in flight: then a resume repeats the run
+  vigil: Any = None  # memory of the alarms
+  rollbacks: int = 0
+  since: dict[str, float] = dataclasses.field(default_factory=dict)  # see `count`
   ending: str = 'run_failed'  # why open episodes end with the run
-
-  async def bounded(self, what: str, function: Callable, *args: Any) -> Any:
-    """`function(*args)` on a thread, under the deadline."""
-    return await watchdog.bounded(what, self.thread_timeout_s, function, *args)
 
 
 async def train(run: Run, state: TrainState) -> TrainState:
@@ -66,41 +82,55 @@ async def train(run: Run, state: TrainState) -> TrainState:
 
   Raises:
     Stopped: after a checkpoint, when `run.stop` is set.
-    RunFailed: the runtime is stuck, or too many updates in a row were not finite.
+    RollBack: an alarm.
+    RunFailed: the runtime is stuck.
   """
-  busy_before, last = run.engine.health(), run.clock()
   while (version := int(state.step)) < run.num_steps:
     began = run.clock()
     try:
       trajectories = await take(run)
     except Stopped:
-      await save(run, state)
+      if not run.quiet_saves:  # else the last checkpoint is the one that repeats the run
+        await save(run, state)
       raise
     waited = run.clock() - began
-    batch, run.memory = prepare(run, trajectories, version)
-    state, measured = await run.bounded('an update', update_once, run.learner.update, state, batch)
-    publish(run.engine, state)
+    state, measured = await learn(run.learning, state, trajectories)
     run.dispatcher.trained(trajectories, version=version + 1)
-    check_finite(run, measured)
 
-    now, health, totals = run.clock(), run.engine.health(), run.dispatcher.totals()
+    bound = run.learning.max_staleness
     metrics = {
-      **summary.of_trajectories(trajectories, version=version, max_staleness=run.max_staleness),
+      **summary.of_trajectories(trajectories, version=version, max_staleness=bound),
       **summary.of_runtime(
-        health, busy_before, elapsed=now - last, waited=waited, totals=totals, ledger=run.ledger
+        count(run), waited=waited, totals=run.dispatcher.totals(), ledger=run.ledger
       ),
-      'compiles': health['compiles'] + run.learner.update._cache_size(),
       **measured,
-      'time_s': now,
+      'rollbacks': run.rollbacks,
+      'time_s': run.clock(),
     }
-    busy_before, last = health, now
     run.writer.write(version + 1, metrics)
     run.show('rl', version + 1, run.num_steps, metrics)
+    run.vigil, diverged = watch(run.vigil, metrics, run.alarms)
+    if diverged:
+      raise RollBack(diverged)
     if (version + 1) % run.save_every == 0 or version + 1 == run.num_steps:
       await save(run, state)
     if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
       run.evaluate(state.policy, version + 1)
   return state
+
+
+async def learn(
+  learning: Learning, state: TrainState, trajectories: list[Trajectory]
+) -> tuple[TrainState, dict[str, float]]:
+  """One update, published. The record has its digest before anything samples with it."""
+  batch = prepare(learning, trajectories, int(state.step))
+  state, measured, digest = await learning.work(
+    UPDATE, update_once, learning.learner.update, state, batch
+  )
+  if learning.journal is not None:
+    await learning.journal.updated(int(state.step), digest)
+  publish(learning.engine, state)
+  return state, measured
 
 
 async def take(run: Run, *, in_order: bool = False) -> list[Trajectory]:
@@ -122,23 +152,56 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine) -> Any:
   return working.result()
 
 
-def prepare(run: Run, trajectories: list[Trajectory], version: int) -> tuple[Batch, Any]:
-  """The packed batch, and the baseline's new memory."""
-  advantages, memory = run.baseline(trajectories, run.memory)
+def prepare(learning: Learning, trajectories: list[Trajectory], version: int) -> Batch:
+  """The packed batch. The baseline learns from it.
+
+  Raises:
+    LedgerError: a token beyond the staleness bound would train.
+  """
+  advantages, learning.memory = learning.baseline(trajectories, learning.memory)
+  bound = learning.max_staleness
   batch = batching.pack(
     trajectories,
-    row_length=run.row_length,
-    row_multiple=run.row_multiple,
+    row_length=learning.row_length,
+    row_multiple=learning.row_multiple,
     version=version,
-    max_staleness=run.max_staleness,
+    max_staleness=bound,
     advantages=advantages,
   )
-  return batch, memory
+  lag = (batch.staleness * batch.mask).max()
+  if lag > bound:
+    raise LedgerError(f'a token {lag} versions old would train, and the bound is {bound}')
+  return batch
 
 
 def publish(engine: Engine, state: TrainState) -> None:
   """Hands the engine a copy of the policy: the learner donates its own buffers at the next update."""
   engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+
+
+def count(run: Run) -> dict[str, float]:
+  """What the engine did, and the seconds that passed, since the last call.
+
+  A checkpoint keeps the counts up to itself (`run.since`), so that a resume goes on counting.
+
+  Raises:
+    LedgerError: more slots are in use than episodes run: one was not freed.
+  """
+  health = run.learning.engine.health()
+  if health['slots_in_use'] > run.ledger.counts['running']:
+    raise LedgerError(
+      f'{health["slots_in_use"]} slots are in use and {run.ledger.counts["running"]} episodes run'
+    )
+  now = _counters(run)
+  passed = {name: value - run.since.get(name, 0.0) for name, value in now.items()}
+  run.since = now
+  compiles = health['compiles'] + run.learning.learner.update._cache_size()
+  return {**passed, 'compiles': compiles}
+
+
+def _counters(run: Run) -> dict[str, float]:
+  health = run.learning.engine.health()
+  return {**{name: health[name] for name in ('tokens_sampled', 'busy_s')}, 'time_s': run.clock()}
 
 
 async def save(run: Run, state: TrainState) -> None:
@@ -148,26 +211,25 @@ async def save(run: Run, state: TrainState) -> None:
   the last checkpoint, so that in a usual run it is done by now.
   """
   await run.evaluated()
+  if run.quiet_saves:
+    await run.dispatcher.drain()
   progress, finished = run.dispatcher.snapshot()
+  now, journal = _counters(run), run.learning.journal
   host = {
-    'time_s': run.clock(),
+    'time_s': now['time_s'],
+    # The engine of a resumed run counts from 0, and time goes on.
+    'since': {name: run.since[name] - (now[name] if name != 'time_s' else 0.0) for name in now},
     'ledger_bytes': run.ledger.offset(),
     'metrics_bytes': run.writer.offset(),
+    'replay_bytes': journal.offset() if journal else 0,
     'dispatcher': progress,
-    'memory': run.memory,
+    'memory': run.learning.memory,
+    'vigil': run.vigil,
+    'rollbacks': run.rollbacks,
   }
   root = run.workdir / 'checkpoints' / 'rl'
-  await run.bounded(
-    'writing a checkpoint',
-    save_checkpoint,
-    root,
-    int(state.step),
-    state,
-    host,
-    finished,
-    run.run_id,
-    run.keep,
-  )
+  arguments = (root, int(state.step), state, host, finished, run.run_id, run.keep)
+  await run.learning.work(CHECKPOINT, save_checkpoint, *arguments)
 
 
 def save_checkpoint(
@@ -181,17 +243,15 @@ def save_checkpoint(
 
 
 def update_once(update, state: TrainState, batch: Batch):
-  """On the learner's thread: one update, waited for, its metrics on the host."""
+  """On the learner's thread: one update, waited for; its metrics and the digest of its parameters on the host."""
   state, metrics = update(state, batch)
-  return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+  measured = {name: float(value) for name, value in jax.device_get(metrics).items()}
+  return state, measured, digest_of(state)
 
 
-def check_finite(run: Run, measured: dict[str, float]) -> None:
-  """Raises RunFailed after too many updates in a row that were not finite."""
-  skipped = measured['updates/skipped_now']
-  run.skipped_in_row = run.skipped_in_row + 1 if skipped else 0
-  if run.skipped_in_row >= run.max_skipped_in_row:
-    raise RunFailed(
-      f'{run.skipped_in_row} updates in a row were not finite and were skipped: lower policy.learning_rate '
-      'or critic.learning_rate'
-    )
+def digest_of(state: TrainState) -> str:
+  """Of every bit of policy and critic: equal digests are equal parameters."""
+  total = hashlib.sha256()
+  for leaf in jax.tree.leaves(jax.device_get((state.policy, state.critic))):
+    total.update(np.ascontiguousarray(leaf).tobytes())
+  return total.hexdigest()[:16]

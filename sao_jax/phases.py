@@ -6,8 +6,9 @@ Each phase leaves a checkpoint in the workdir and is skipped when it is there.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,17 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax import batching, build, checkpoint, learner, loop
+from sao_jax import build, checkpoint, learner, loop
 from sao_jax import workdir as run_workdir
 from sao_jax.evaluate import Evaluation, evaluate
 from sao_jax.learner import TrainState
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime import watchdog
-from sao_jax.runtime.clock import real_clock
+from sao_jax.runtime.clock import VirtualLoop, real_clock
 from sao_jax.runtime.dispatch import Dispatcher
+from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.heartbeat import Heartbeat
 from sao_jax.runtime.ledger import Ledger
+from sao_jax.runtime.logical import LogicalWork, Outside
+from sao_jax.runtime.replay import Journal
+from sao_jax.types import Trajectory
+from sao_jax.warm_start import STEP, warm_start
 
 
 class Screen(Protocol):
@@ -38,106 +45,113 @@ class Screen(Protocol):
   def note(self, text: str) -> None: ...
 
 
+class _GoBack(Exception):
+  """To the last checkpoint, and from there to prompts that were not drawn yet."""
+
+  def __init__(self, rollbacks: int, next_index: int):
+    self.rollbacks, self.next_index = rollbacks, next_index
+
+
+def event_loop(parts: build.Parts) -> Callable[[], asyncio.AbstractEventLoop]:
+  """Makes the event loop that `execute` of these parts runs in."""
+  config = parts.config
+  if config.runtime.mode == 'deterministic':
+    return functools.partial(VirtualLoop, patience_s=2 * config.runtime.stall_timeout_s)
+  return asyncio.new_event_loop
+
+
 async def execute(
   parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen
 ) -> dict[str, float]:
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
+
+  In deterministic mode the running loop must be of `event_loop`.
 
   Raises:
     loop.Stopped: when `stop` is set, after a checkpoint; the first evaluation and value pretraining, which have none, are
       done again by the next start.
     RunFailed, CheckpointError, LedgerError: with the reason.
   """
-  identity = run_workdir.run_id(parts.config)
+  c = parts.config
+  seconds, waits = c.runtime.stall_timeout_s, watchdog.Waits(asyncio.get_running_loop().time)
   for line in parts.notes:
     screen.note(line)
   try:
-    sandbox = build.make_sandbox(parts.config)
+    sandbox = build.make_sandbox(c)
   except ValueError as error:
     raise RunFailed(str(error)) from error
   screen.note(f'tools run in: {sandbox.describe()}')
-  async with _closing(sandbox.close):
-    warm = await warm_start(parts, workdir, identity, stop=stop, screen=screen)
-    services = build.Services(parts, warm, sandbox)
-    async with _closing(services.close):
-      return await _learn(parts, workdir, identity, warm, services, stop=stop, screen=screen)
-
-
-async def warm_start(
-  parts: build.Parts, workdir: Path, identity: str, *, stop: asyncio.Event, screen: Screen
-) -> Any:
-  """Policy params after supervised training on scripted demonstrations."""
-  c = parts.config
-  root = workdir / 'checkpoints' / 'supervised'
-  if c.supervised.workdir:
-    root = Path(c.supervised.workdir) / 'checkpoints' / 'supervised'
-    identity = run_workdir.run_id(run_workdir.saved_config(Path(c.supervised.workdir)))
-  params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
-  state = {'params': params, 'opt': parts.supervised_tx.init(params)}
-  done = 0
-  if checkpoint.steps(workdir / 'checkpoints' / 'rl'):
-    return params  # RL is under way, and its checkpoint has everything
-  if saved := checkpoint.steps(root):
-    done = saved[-1]
-    state = checkpoint.restore(root, done, state, run_id=identity).state
-  if c.supervised.workdir:
-    screen.note(f'the warm start of {c.supervised.workdir}, after {done} steps')
-    return state['params']
-
-  async def save(step):
-    deadline = c.runtime.stall_timeout_s
-    arguments = (root, step, state, {}, (), identity, 1)
-    await watchdog.bounded('writing a checkpoint', deadline, loop.save_checkpoint, *arguments)
-
-  update = jax.jit(parts.supervised_update, donate_argnums=(0, 1))
-  batch = _demonstrations(parts, done)
-  for step in range(done, c.supervised.num_steps):
-    if stop.is_set():
-      await save(step)
-      raise loop.Stopped
-    (state, loss), batch = await asyncio.gather(
-      watchdog.bounded(
-        'a warm-start step', c.runtime.stall_timeout_s, _supervised_step, update, state, batch
-      ),
-      asyncio.to_thread(_demonstrations, parts, step + 1),  # the next batch, meanwhile
+  # Deterministic mode waits for real work in the loop itself, and for so long that its own deadline comes first.
+  logical = c.runtime.mode == 'deterministic'
+  guard = watchdog.LoopGuard(2 * seconds if logical else seconds, waits)
+  guard.start()
+  stops = [guard.stop]
+  if jax.process_count() > 1:
+    silence = c.runtime.heartbeat_s
+    heart = Heartbeat(
+      workdir / 'heartbeats',
+      rank=jax.process_index(),
+      world=jax.process_count(),
+      interval_s=silence / 6,
+      timeout_s=silence,
     )
-    if not np.isfinite(loss):
-      raise RunFailed(
-        f'the loss of warm-start step {step} is {loss}: lower supervised.learning_rate'
+    heart.start()
+    stops.append(heart.stop)
+  outside = Outside(seconds) if logical else None
+  close_sandbox = outside.wrap(sandbox.close, 0.0) if outside else sandbox.close
+  async with closing(close_sandbox, *([outside.close] if outside else []), *stops):
+    work = make_work(parts, waits)
+    warm = jax.jit(parts.init_policy)(jax.random.key(c.seed))
+    if not checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
+      warm = await warm_start(
+        parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
       )
-    screen.update('warm start', step + 1, c.supervised.num_steps, {'loss/supervised': loss})
-  if done < c.supervised.num_steps:
-    await save(c.supervised.num_steps)
-  elif done:
-    screen.note('the warm start is in the workdir already')
-  return state['params']
+    programs = build.programs_of(parts, warm)
+    place = _Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
+    back = None
+    while True:
+      try:
+        return await _learn(place, warm, back)
+      except _GoBack as alarm:
+        back = alarm
 
 
-def _supervised_step(update, state: dict[str, Any], batch) -> tuple[dict[str, Any], float]:
-  params, opt, loss = update(state['params'], state['opt'], batch)
-  return {'params': params, 'opt': opt}, float(loss)
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """What stays the same over the roll-backs of a run."""
+
+  parts: build.Parts
+  workdir: Path
+  programs: Any
+  sandbox: Any
+  outside: Outside | None
+  waits: watchdog.Waits
+  work: Callable[..., Awaitable[Any]]
+  stop: asyncio.Event
+  screen: Screen
 
 
-def _demonstrations(parts: build.Parts, step: int):
-  """The packed demonstrations of one supervised step; a function of (config, step)."""
+def make_work(parts: build.Parts, waits: watchdog.Waits) -> Callable[..., Awaitable[Any]]:
+  """How the learner's work is done beside the event loop: (what, function, *args) -> its result."""
   c = parts.config
-  size = c.supervised.batch_size
-  rows = []
-  for index in range(step * size, (step + 1) * size):
-    shown = build.demonstrate(c, parts.practice, index)
-    if len(shown.tokens) <= parts.demonstration_tokens:  # `build.parts` tells of those that are not
-      rows.append(batching.supervised_trajectory(str(index), shown.tokens, shown.mask))
-  return batching.pack(
-    rows,
-    row_length=parts.demonstration_tokens,
-    row_multiple=c.train.micro_rows,
-    version=0,
-    max_staleness=0,
-  )
+  seconds = c.runtime.stall_timeout_s
+  if c.runtime.mode == 'deterministic':
+    update = c.runtime.logical.update_s
+    takes = {loop.UPDATE: update, loop.CRITIC_UPDATE: update, loop.CHECKPOINT: 0.0, STEP: 0.0}
+    return LogicalWork(takes, seconds)
+
+  async def work(what: str, function: Callable, *args: Any) -> Any:
+    waits.begin('learner', what)
+    try:
+      return await watchdog.bounded(what, seconds, function, *args, waits=waits)
+    finally:
+      waits.end('learner')
+
+  return work
 
 
 @contextlib.asynccontextmanager
-async def _closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
+async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
   """Calls every closer at the end, whatever the others do. An error of closing never hides the error of the run."""
   failure = None
   try:
@@ -158,68 +172,102 @@ async def _closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
     raise failure
 
 
-async def _learn(parts, workdir, identity, warm, services, *, stop, screen) -> dict[str, float]:
-  """Value pretraining and RL on running services."""
+def fresh_state(parts: build.Parts, policy: Any) -> TrainState:
+  """At version 0, from a copy of the policy. Value pretraining gives the critic its head."""
+  c, policy = parts.config, jax.tree.map(jnp.copy, policy)
+  critic = parts.init_critic(policy, (c.value.low + c.value.high) / 2)
+  return learner.init_state(policy, critic, parts.policy_tx, parts.critic_tx)
+
+
+def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loop.Learning:
   c = parts.config
-  root = workdir / 'checkpoints' / 'rl'
-
-  def fresh() -> TrainState:
-    policy = jax.tree.map(jnp.copy, warm)
-    critic = parts.init_critic(policy, (c.value.low + c.value.high) / 2)
-    return learner.init_state(policy, critic, parts.policy_tx, parts.critic_tx)
-
-  saved, restored = checkpoint.steps(root), None
-  if saved:
-    restored = checkpoint.restore(root, saved[-1], fresh(), run_id=identity)
-  state = restored.state if restored else fresh()
-  host = restored.host if restored else {}
-  loop.publish(services.engine, state)
-  clock = real_clock(host.get('time_s', 0.0))
-  ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
-  writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
-  dispatcher = Dispatcher(
-    services.play,
-    parts.source.task,
-    ledger,
-    parts.limits,
-    episodes_needed=c.train.batch_size * (c.value.num_batches + c.train.num_steps),
-    version=int(state.step),
-    snapshot=host.get('dispatcher'),
-    trajectories=restored.trajectories if restored else (),
-  )
-  evaluations = Evaluations(parts, services, writer, screen, dispatcher.fail)
-  run = loop.Run(
-    workdir=workdir,
-    run_id=identity,
-    learner=learner.Learner(
-      update=jax.jit(parts.learner.update, donate_argnums=0),
-      update_critic=jax.jit(parts.learner.update_critic, donate_argnums=0),
-    ),
-    engine=services.engine,
-    dispatcher=dispatcher,
-    ledger=ledger,
-    writer=writer,
-    clock=clock,
-    stop=stop,
-    evaluate=evaluations.start,
-    evaluated=evaluations.finish,
+  return loop.Learning(
+    learner=parts.learner,
+    work=work,
+    engine=engine,
+    journal=journal,
     baseline=parts.baseline,
-    show=screen.update,
-    num_steps=c.train.num_steps,
-    batch_size=c.train.batch_size,
     max_staleness=c.runtime.max_staleness,
     row_length=c.env.max_tokens,
     row_multiple=c.train.micro_rows * c.sao.policy_minibatches,
-    evaluate_every=c.evaluation.every,
-    save_every=c.train.save_every,
-    keep=c.train.keep,
-    max_skipped_in_row=c.train.max_skipped_in_row,
-    thread_timeout_s=c.runtime.stall_timeout_s,
-    memory=host.get('memory'),
+    memory=memory,
   )
-  end = lambda: dispatcher.close(run.ending)
-  async with _closing(evaluations.cancel, end, ledger.close, writer.close):
-    return await _improve(run, parts, state, evaluations, screen, resumed=restored is not None)
+
+
+async def _learn(place: _Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
+  """Value pretraining and RL, from the last checkpoint on if there is one."""
+  parts, workdir, waits = place.parts, place.workdir, place.waits
+  c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
+  state, host, trajectories = fresh_state(parts, warm), {}, ()
+  if saved := checkpoint.steps(root):
+    restored = checkpoint.restore(root, saved[-1], state, run_id=identity)
+    state, host, trajectories = restored.state, restored.host, restored.trajectories
+  time_s, event_loop = host.get('time_s', 0.0), asyncio.get_running_loop()
+  if place.outside is None:
+    clock = real_clock(time_s)
+  else:
+    clock = event_loop.time
+    event_loop.jump(max(time_s, event_loop.time()))
+  journal = None
+  if c.runtime.record:
+    journal = Journal(workdir, resume_at=host.get('replay_bytes', 0))
+  async with closing(*([journal.close] if journal else [])):
+    services = build.Services(
+      parts,
+      place.programs,
+      warm,
+      place.sandbox,
+      waits=waits,
+      journal=journal,
+      outside=place.outside,
+    )
+    async with closing(services.close):
+      loop.publish(services.engine, state)
+      ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
+      writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
+      dispatcher = Dispatcher(
+        services.play,
+        parts.source.task,
+        ledger,
+        parts.limits,
+        waits,
+        episodes_needed=c.train.batch_size * (c.value.num_batches + c.train.num_steps),
+        version=int(state.step),
+        snapshot=host.get('dispatcher'),
+        trajectories=trajectories,
+        journal=journal,
+      )
+      evaluations = Evaluations(parts, services, writer, place.screen, dispatcher.fail)
+      run = loop.Run(
+        workdir=workdir,
+        run_id=identity,
+        learning=make_learning(parts, place.work, services.engine, journal, host.get('memory')),
+        dispatcher=dispatcher,
+        ledger=ledger,
+        writer=writer,
+        clock=clock,
+        stop=place.stop,
+        evaluate=evaluations.start,
+        evaluated=evaluations.finish,
+        show=place.screen.update,
+        alarms=parts.alarms,
+        num_steps=c.train.num_steps,
+        batch_size=c.train.batch_size,
+        evaluate_every=c.evaluation.every,
+        save_every=c.train.save_every,
+        keep=c.train.keep,
+        quiet_saves=place.outside is not None,
+        vigil=host.get('vigil'),
+        rollbacks=host.get('rollbacks', 0),
+        since=host.get('since', {}),
+      )
+      end = lambda: dispatcher.close(run.ending)
+      async with closing(evaluations.cancel, end, ledger.close, writer.close):
+        if back is not None:
+          run.rollbacks = back.rollbacks
+          dispatcher.skip_to(back.next_index)
+          await loop.save(run, state)  # a restart must count the roll-back too
+        return await _improve(run, parts, state, evaluations, place.screen, resumed=bool(saved))
 
 
 async def _improve(
@@ -245,6 +293,7 @@ async def _improve(
     else:
       await loop.unless_stopped(run.stop, evaluations.now(state.policy, 0))
       state = await pretrain_values(run, parts, state, screen)
+      loop.count(run)  # what came before is no update's
       await loop.save(run, state)
     state = await loop.train(run, state)
     await loop.unless_stopped(run.stop, evaluations.finish())
@@ -254,10 +303,21 @@ async def _improve(
       )
       await loop.save(run, state)  # with the last score
     run.ending = 'run_ended'
+    screen.note(f'parameters {loop.digest_of(state)} after {run.num_steps} updates')
     return done[run.num_steps]
   except loop.Stopped:
     run.ending = 'stopped'
     raise
+  except RollBack as alarm:
+    run.ending = 'rollback'
+    limit = parts.config.train.max_rollbacks
+    if run.rollbacks >= limit:
+      raise RunFailed(
+        f'{alarm}, after {run.rollbacks} roll-backs (train.max_rollbacks={limit}): lower policy.learning_rate or '
+        'critic.learning_rate'
+      ) from alarm
+    screen.note(f'WARNING: rolling back to the last checkpoint: {alarm}')
+    raise _GoBack(run.rollbacks + 1, run.dispatcher.next_index) from alarm
 
 
 async def pretrain_values(
@@ -268,23 +328,12 @@ async def pretrain_values(
   c, unseen = parts.config, []
   for index in range(c.value.num_batches):
     trajectories = await loop.take(run, in_order=True)
-    if index == 0:
-      mean_return = float(np.mean([t.reward for t in trajectories]))
-      critic = parts.init_critic(state.policy, mean_return)
-      state = state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic))
-    batch, _ = loop.prepare(run, trajectories, 0)
-    measured = []
-    for _ in range(c.value.updates_per_batch):
-      state, metrics = await run.bounded(
-        'a critic update', loop.update_once, run.learner.update_critic, state, batch
-      )
-      loop.check_finite(run, metrics)
-      measured.append(metrics)
-    unseen.append(measured[0]['critic/explained_variance'])
+    state, metrics = await learn_values(run.learning, parts, state, trajectories, index)
+    unseen.append(metrics['critic/explained_variance'])
     run.dispatcher.trained(trajectories, version=0, reason='value_pretraining')
     reward = float(np.mean([t.reward for t in trajectories]))
     run.show(
-      'value pretraining', index + 1, c.value.num_batches, {**measured[0], 'reward/mean': reward}
+      'value pretraining', index + 1, c.value.num_batches, {**metrics, 'reward/mean': reward}
     )
   run.dispatcher.totals()  # these episodes are no update's
   if unseen:
@@ -294,6 +343,36 @@ async def pretrain_values(
       + ' '.join(f'{value:.2f}' for value in unseen)
     )
   return state
+
+
+async def learn_values(
+  learning: loop.Learning,
+  parts: build.Parts,
+  state: TrainState,
+  trajectories: list[Trajectory],
+  index: int,
+) -> tuple[TrainState, dict[str, float]]:
+  """The critic's updates on one batch; the metrics are those before them. The first batch gives the head its bias.
+
+  Raises:
+    RunFailed: an update was not finite.
+  """
+  c, first = parts.config, None
+  if index == 0:
+    mean_return = float(np.mean([t.reward for t in trajectories]))
+    critic = parts.init_critic(state.policy, mean_return)
+    state = state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic))
+  batch = loop.prepare(learning, trajectories, 0)
+  for _ in range(c.value.updates_per_batch):
+    state, metrics, digest = await learning.work(
+      loop.CRITIC_UPDATE, loop.update_once, learning.learner.update_critic, state, batch
+    )
+    if metrics['updates/skipped_now']:
+      raise RunFailed('value pretraining: an update was not finite; lower critic.learning_rate')
+    first = first or metrics
+  if learning.journal is not None:
+    await learning.journal.updated(0, digest)
+  return state, first
 
 
 @dataclasses.dataclass

@@ -1,5 +1,7 @@
 """One episode: environment and engine in, trajectory out."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from sao_jax.types import (
@@ -49,6 +51,7 @@ async def run_episode(
   temperature: float,
   max_turn_tokens: int,
   max_tokens: int,
+  at: Callable[[str], None],
 ) -> Trajectory:
   """Plays one episode to its end and returns it token by token.
 
@@ -61,6 +64,7 @@ async def run_episode(
     temperature: of sampling, > 0.
     max_turn_tokens: sampled tokens a turn.
     max_tokens: tokens of the whole episode, prompt and observations included.
+    at: told what the episode waits for from now on: 'the environment' or 'the engine'.
 
   Raises:
     EpisodeFailure: from the environment or the engine. No reward and no data then.
@@ -68,6 +72,7 @@ async def run_episode(
   record = _Recorder()
   turn_index = 0
   try:
+    at('the environment')
     turn = await env.reset(task)
     while True:
       if len(record.tokens) + len(turn.tokens) >= max_tokens:
@@ -79,6 +84,7 @@ async def run_episode(
         outcome = env.cut()
         break
       record.observe(turn.tokens)
+      at('the engine')
       generation = await engine.generate(
         Request(
           episode=episode,
@@ -94,6 +100,7 @@ async def run_episode(
       if generation.finish_reason is not FinishReason.STOP:
         outcome = env.cut()
         break
+      at('the environment')
       result = await env.step(generation.tokens)
       if isinstance(result, Outcome):
         outcome = result

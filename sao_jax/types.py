@@ -43,7 +43,7 @@ class FailureKind(enum.StrEnum):
   DATA = 'data'  # the task itself is broken: no retry
   GRADER = 'grader'  # the answer could not be judged: retry
   AGENT = 'agent'  # the agent did what the environment cannot represent: no retry
-  STALE = 'stale'  # every token is older than the staleness bound: no retry
+  STALE = 'stale'  # it has a token beyond the staleness bound, where such episodes are dropped
   BUG = 'bug'  # our own fault: ends the run
 
 
@@ -65,6 +65,7 @@ class Task:
   info: dict[str, Any] = dataclasses.field(
     default_factory=dict
   )  # e.g. kind and level of the problem
+  environment: str = 'default'  # who plays it: failures are counted for each environment
 
 
 @dataclasses.dataclass(frozen=True)

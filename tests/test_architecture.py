@@ -29,7 +29,9 @@ FLOORS = {
   'loop': 4,
   'build': 5,
   'workdir': 6,
-  'phases': 7,
+  'warm_start': 7,
+  'phases': 8,
+  'replay': 9,
 }
 # Pairs on one floor, of which the first may use the second: numerics built on numerics, never back.
 SIDEWAYS = {

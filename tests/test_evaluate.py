@@ -42,7 +42,7 @@ class Player:
 
 def score(player, **changes):
   kwargs = {
-    'name': 'eval', 'samples': 2, 'seed': 0, 'concurrency': 4, 'timeout_s': 5.0, 'retries': 1, **changes
+    'name': 'eval', 'samples': 2, 'seed': 0, 'concurrency': 4, 'timeout_s': 5.0, 'retries': {'infra': 1, 'env': 1, 'grader': 1}, **changes
   }  # fmt: skip
   return asyncio.run(asyncio.wait_for(evaluate(player, TASKS, **kwargs), 10))
 
@@ -58,7 +58,7 @@ def test_the_score_is_the_mean_over_problems_by_hand():
 def test_one_problem_has_no_standard_error():
   got = asyncio.run(
     evaluate(
-      Player({(0, 0, 0): 1.0}), TASKS[:1], name='eval', samples=1, seed=0, concurrency=1, timeout_s=5.0, retries=0
+      Player({(0, 0, 0): 1.0}), TASKS[:1], name='eval', samples=1, seed=0, concurrency=1, timeout_s=5.0, retries={}
     )
   )  # fmt: skip
   assert got.pass_at_1 == 1 and np.isnan(got.standard_error)
@@ -86,20 +86,20 @@ def test_what_keeps_failing_is_left_out_and_counted_never_zero(failure):
 @pytest.mark.parametrize('kind', [FailureKind.DATA, FailureKind.AGENT])
 def test_what_playing_again_cannot_mend_is_played_once(kind):
   player = Player({(0, 0, 0): EpisodeFailure(kind, 'broken'), (0, 1, 0): 1.0})
-  got = score(player, retries=3)
+  got = score(player, retries={'infra': 3, 'env': 3, 'grader': 3})
   assert (got.pass_at_1, got.failed) == (pytest.approx(1 / 3), 1) and len(player.seeds) == 6
 
 
 def test_an_episode_that_hangs_is_a_failure():
   player = Player({(0, 0, 0): 'hang', (0, 1, 0): 1.0})
-  got = score(player, timeout_s=0.05, retries=0)
+  got = score(player, timeout_s=0.05, retries={})
   assert (got.pass_at_1, got.failed) == (pytest.approx(1 / 3), 1)
 
 
 def test_a_problem_without_a_verdict_ends_the_run():
   player = Player({(1, 0, 0): INFRA, (1, 1, 0): INFRA, (0, 0, 0): 1.0})
   with pytest.raises(RunFailed, match=r'no episode of p1 has a verdict; .*engine is closed'):
-    score(player, retries=0)
+    score(player, retries={})
 
 
 def test_a_bug_travels_and_cancels_the_others():

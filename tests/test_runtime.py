@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from sao_jax.runtime import admission, failures
 from sao_jax.runtime.dispatch import Dispatcher, Limits
 from sao_jax.runtime.failures import RunFailed
 from sao_jax.runtime.ledger import Ledger, LedgerError
+from sao_jax.runtime.watchdog import Waits
 from sao_jax.types import EpisodeFailure, FailureKind, Task
 from tests.test_batching import trajectory
 
@@ -20,8 +19,14 @@ LIMITS = Limits(
   seed=0,
   group_size=1,
   capacity=8,
-  retries=1,
+  consume='oldest_started',
+  late='mask',
+  max_staleness=8,
+  retries={'infra': 1, 'env': 1, 'grader': 1},
+  back_off=failures.BackOff(0.01, 1.0),
   max_failures_in_row=50,
+  breaker_cooldown_s=1.0,
+  breaker_openings=0,
   episode_timeout_s=5.0,
   stall_timeout_s=5.0,
 )
@@ -121,7 +126,14 @@ def dispatcher(tmp_path, play, *, needed=100, limits=LIMITS, **kwargs):
   ledger = kwargs.pop('ledger', None) or open_ledger(tmp_path)
   task_at = lambda index: Task(f'p{index}', 'q', 'a')
   return Dispatcher(
-    play, task_at, ledger, limits, episodes_needed=needed, version=0, **kwargs
+    play,
+    task_at,
+    ledger,
+    limits,
+    Waits(asyncio.get_running_loop().time),
+    episodes_needed=needed,
+    version=0,
+    **kwargs,
   ), ledger
 
 
@@ -261,7 +273,7 @@ def test_groups_are_used_whole_and_dropped_whole(tmp_path):
 
 
 def test_a_hanging_episode_fails_at_its_deadline(tmp_path):
-  limits = dataclasses.replace(LIMITS, episode_timeout_s=0.05, retries=0)
+  limits = dataclasses.replace(LIMITS, episode_timeout_s=0.05, retries={})
 
   async def main():
     d, ledger = dispatcher(
@@ -280,10 +292,9 @@ def test_no_progress_ends_the_run_and_says_who_waits(tmp_path):
 
   async def main():
     d, _ = dispatcher(tmp_path, player(lambda i: 60.0), limits=limits)
-    with pytest.raises(
-      RunFailed, match=r'waits for 4 episodes and has 0; 8 are running, .* 000000-0-0'
-    ):
+    with pytest.raises(RunFailed, match=r'nothing happened for 0\.05 s') as caught:
       await d.take(4)
+    assert 'learner waits for 4 finished episodes' in caught.value.__notes__[0]
     await d.close('x')
 
   asyncio.run(main())
@@ -408,13 +419,3 @@ def test_a_log_that_cannot_be_written_ends_the_run_with_its_reason(tmp_path, mon
     await d.close('x')
 
   asyncio.run(main())
-
-
-def test_work_that_hangs_on_a_thread_ends_the_process_in_time():
-  code = (
-    'import asyncio, time; from sao_jax.runtime import watchdog; '
-    'asyncio.run(watchdog.bounded("an update", 0.2, time.sleep, 600))'
-  )
-  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
-  assert done.returncode == 3
-  assert done.stderr.splitlines()[-1] == 'failed: an update takes more than 0.2 s'

@@ -60,9 +60,7 @@ def runtime(*, sampled=300, busy=6.0, episodes=4, waited=2.0):
     in_system=lambda: 12, counts=collections.Counter(failed=3, dropped=2, trained=50)
   )
   return summary.of_runtime(
-    {'tokens_sampled': 100 + sampled, 'busy_s': 50 + busy, 'compiles': 5},
-    {'tokens_sampled': 100, 'busy_s': 50.0, 'compiles': 4},
-    elapsed=8.0,
+    {'tokens_sampled': sampled, 'busy_s': busy, 'time_s': 8.0, 'compiles': 5},
     waited=waited,
     totals=types.SimpleNamespace(episodes=episodes, reward=3.0, length=100.0),
     ledger=ledger,
@@ -81,6 +79,7 @@ def test_runtime_by_hand():
     'async/in_system': 12,
     'episodes/failed': 3,
     'episodes/dropped': 2,
+    'compiles': 5,
   }
 
 

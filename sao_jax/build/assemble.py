@@ -19,7 +19,7 @@ from sao_jax.envs.prompts import (
   split,
 )
 from sao_jax.models import transformer
-from sao_jax.runtime import admission, dispatch
+from sao_jax.runtime import admission, dispatch, divergence, failures
 from sao_jax.types import Model, Task
 
 LONGEST_DEMONSTRATION = 256  # tokens; longer rows would be mostly padding
@@ -31,7 +31,7 @@ class Parts:
 
   config: ConfigDict
   model: Model
-  learner: learner.Learner
+  learner: learner.Learner  # jitted; the state that goes in is donated
   supervised_update: Callable
   init_policy: Callable[[jax.Array], Any]  # key -> params
   init_critic: Callable[
@@ -46,6 +46,7 @@ class Parts:
   demonstration_tokens: int  # the longest that the warm start uses
   heldout: list[Task]
   limits: dispatch.Limits
+  alarms: divergence.Alarms
   notes: tuple[str, ...]  # what a user should know before the run: what is frozen, what is held out
 
 
@@ -72,18 +73,19 @@ def parts(config: ConfigDict) -> Parts:
   practice, source, heldout, notes = _prompts(config)
   limit = min(config.env.max_tokens, LONGEST_DEMONSTRATION)
   notes += _left_out(config, practice, limit)
+  learns = learner.make_learner(
+    model,
+    value_head,
+    methods.objective(config),
+    policy_tx,
+    critic_tx,
+    frozen,
+    methods.numbers(config),
+  )
   return Parts(
     config=config,
     model=model,
-    learner=learner.make_learner(
-      model,
-      value_head,
-      methods.objective(config),
-      policy_tx,
-      critic_tx,
-      frozen,
-      methods.numbers(config),
-    ),
+    learner=learner.Learner(*(jax.jit(function, donate_argnums=0) for function in learns)),
     supervised_update=learner.make_supervised_update(
       model, supervised_tx, chunk=config.train.logprob_chunk
     ),
@@ -98,6 +100,12 @@ def parts(config: ConfigDict) -> Parts:
     demonstration_tokens=limit,
     heldout=heldout,
     limits=_limits(config),
+    alarms=divergence.Alarms(
+      max_skipped_in_row=config.train.max_skipped_in_row,
+      max_k3=config.train.max_k3,
+      reward_fall=config.train.reward_fall,
+      reward_window=config.train.reward_window,
+    ),
     notes=(counts, *notes),
   )
 
@@ -174,8 +182,14 @@ def _limits(c: ConfigDict) -> dispatch.Limits:
       pipeline_depth=c.runtime.pipeline_depth,
       max_staleness=c.runtime.max_staleness,
     ),
-    retries=c.runtime.retries,
+    consume=c.runtime.consume,
+    late=c.runtime.late,
+    max_staleness=c.runtime.max_staleness,
+    retries=c.runtime.retries.to_dict(),
+    back_off=failures.BackOff(c.runtime.back_off_s, c.runtime.max_back_off_s),
     max_failures_in_row=c.runtime.max_failures_in_row,
+    breaker_cooldown_s=c.runtime.breaker_cooldown_s,
+    breaker_openings=c.runtime.breaker_openings,
     episode_timeout_s=c.runtime.episode_timeout_s,
     stall_timeout_s=c.runtime.stall_timeout_s,
   )

@@ -10,6 +10,8 @@ from sao_jax.build.methods import OBJECTIVES
 from sao_jax.runtime import failures
 from sao_jax.types import Task
 
+RETRIED = ('infra', 'env', 'grader')  # kinds of failures that another try can mend
+
 
 def check(c: ConfigDict) -> None:
   """Everything about a config that can be known from it alone.
@@ -41,8 +43,11 @@ def _check_ranges(c: ConfigDict) -> None:
     'evaluation.samples': 1,
     'runtime.pipeline_depth': 0,
     'runtime.max_staleness': 0,
-    'runtime.retries': 0,
+    'runtime.grader_holds': 0,
     'runtime.max_failures_in_row': 1,
+    'runtime.breaker_openings': 0,
+    'train.reward_window': 1,
+    'train.max_rollbacks': 0,
     'sao.critic_updates': 0,
     'sao.policy_freeze_steps': 0,
     'sao.policy_minibatches': 1,
@@ -67,7 +72,20 @@ def _check_ranges(c: ConfigDict) -> None:
     value = (c[section] if section else c)[name]
     if value < least:
       raise ValueError(f'{field}={value} must be at least {least}')
-  positive = ('env.temperature', 'evaluation.temperature', 'sao.alpha')
+  for kind, budget in c.runtime.retries.items():
+    if kind not in RETRIED or budget < 0:
+      raise ValueError(
+        f'runtime.retries.{kind}={budget}: budgets of at least 0, for {", ".join(RETRIED)} only'
+      )
+  positive = (
+    'env.temperature',
+    'evaluation.temperature',
+    'sao.alpha',
+    'runtime.back_off_s',
+    'runtime.breaker_cooldown_s',
+    'runtime.stop_timeout_s',
+    'runtime.heartbeat_s',
+  )
   for field in positive:
     section, name = field.split('.')
     if not 0 < c[section][name] < math.inf:
@@ -77,6 +95,7 @@ def _check_ranges(c: ConfigDict) -> None:
     'sao.critic_lambda',
     'supervised.tool_share',
     'supervised.slip_share',
+    'train.reward_fall',
   ):
     section, name = field.split('.')
     if not 0 <= c[section][name] <= 1:
@@ -93,6 +112,11 @@ def _check_ranges(c: ConfigDict) -> None:
     raise ValueError(
       f'sao.clip_low={c.sao.clip_low} must be in (0, 1] and sao.clip_high={c.sao.clip_high} above 0'
     )
+  if not c.train.max_k3 > 0:
+    raise ValueError(f'train.max_k3={c.train.max_k3} must be above 0; inf turns the alarm off')
+  for name, seconds in c.runtime.logical.items():
+    if not 0 < seconds < math.inf:
+      raise ValueError(f'runtime.logical.{name}={seconds} must be a finite number above 0')
   if not (c.value.low < c.value.high and c.value.sigma_ratio > 0):
     raise ValueError(
       f'value.low={c.value.low} must be below value.high={c.value.high}, and value.sigma_ratio='
@@ -112,7 +136,9 @@ def _check_ranges(c: ConfigDict) -> None:
 def _check_choices(c: ConfigDict) -> None:
   """Names of things."""
   _one_of(c, 'sao.objective', OBJECTIVES)
-  _one_of(c, 'runtime.mode', ('async', 'sync'))
+  _one_of(c, 'runtime.mode', ('async', 'sync', 'deterministic'))
+  _one_of(c, 'runtime.consume', ('oldest_started', 'completion'))
+  _one_of(c, 'runtime.late', ('mask', 'drop'))
   _one_of(c, 'sao.advantages', ('gae', 'group_relative', 'leave_one_out', 'running_mean'))
   _one_of(c, 'sao.baseline_key', ('prompt', 'global'))
   _one_of(c, 'sao.advantage_values', ('after', 'before'))
@@ -144,7 +170,15 @@ def _check_relations(c: ConfigDict) -> None:
   episode = ('runtime.episode_timeout_s', c.runtime.episode_timeout_s)
   stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
   failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
-  failures.check_deadlines([('env.grader_timeout_s', c.env.grader_timeout_s), episode])
+  judging = c.env.grader_timeout_s * (c.runtime.grader_holds + 1)
+  name = 'env.grader_timeout_s * (runtime.grader_holds + 1)'
+  failures.check_deadlines([(name, judging), episode])
+  back_off = ('runtime.back_off_s', c.runtime.back_off_s)
+  longest = ('runtime.max_back_off_s', c.runtime.max_back_off_s)
+  failures.check_deadlines([back_off, longest, stall])
+  openings = 2.0**c.runtime.breaker_openings
+  cooldown = ('the longest runtime.breaker_cooldown_s', c.runtime.breaker_cooldown_s * openings)
+  failures.check_deadlines([cooldown, stall])
 
 
 def _one_of(c: ConfigDict, field: str, choices: tuple[str, ...]) -> None:

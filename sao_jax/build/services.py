@@ -1,6 +1,9 @@
 """The side of a run that has processes and threads."""
 
 import asyncio
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,12 +13,16 @@ from ml_collections import ConfigDict
 from sao_jax import tokens
 from sao_jax.build.assemble import Parts
 from sao_jax.engines.local import LocalEngine
-from sao_jax.engines.programs import make_programs
+from sao_jax.engines.programs import Programs, make_programs
 from sao_jax.envs.grading import Grader
 from sao_jax.envs.math_python import MathPython
 from sao_jax.rollout import run_episode
+from sao_jax.runtime.failures import holding
+from sao_jax.runtime.logical import Outside
+from sao_jax.runtime.replay import Recorded
+from sao_jax.runtime.watchdog import Waits
 from sao_jax.sandbox import PythonSandbox
-from sao_jax.types import Engine, Task, Trajectory
+from sao_jax.types import Engine, Env, FailureKind, Task, Trajectory
 
 
 def make_sandbox(config: ConfigDict) -> PythonSandbox:
@@ -33,58 +40,128 @@ def make_sandbox(config: ConfigDict) -> PythonSandbox:
   )
 
 
+def programs_of(parts: Parts, params: Any) -> Programs:
+  """The engine's programs, compiled for the shapes of `params`."""
+  c = parts.config
+  return make_programs(
+    parts.model,
+    params,
+    num_slots=c.engine.num_slots,
+    max_length=c.env.max_tokens,
+    decode_steps=c.engine.decode_steps,
+    prefill_rows=c.engine.prefill_rows,
+    prefill_buckets=c.engine.prefill_buckets,
+    stop_tokens=(tokens.EOT,),
+  )
+
+
+async def play_on(
+  c: ConfigDict,
+  env: Env,
+  engine: Engine,
+  task: Task,
+  *,
+  episode: str,
+  group: str,
+  seed: int,
+  at: Callable[[str], None] = lambda what: None,
+) -> Trajectory:
+  """One training episode with the budgets of the config."""
+  return await run_episode(
+    env,
+    engine,
+    task,
+    episode=episode,
+    group=group,
+    seed=seed,
+    temperature=c.env.temperature,
+    max_turn_tokens=c.env.max_turn_tokens,
+    max_tokens=c.env.max_tokens,
+    at=at,
+  )
+
+
 class Services:
   """Engines and grader, and how an episode is played on them and on a sandbox."""
 
-  def __init__(self, parts: Parts, params: Any, sandbox: PythonSandbox):
-    """Starts the engines, which hold copies of `params` as version 0. The sandbox stays the caller's."""
+  def __init__(
+    self,
+    parts: Parts,
+    programs: Programs,
+    params: Any,
+    sandbox: PythonSandbox,
+    *,
+    waits: Waits,
+    journal: Callable[[dict[str, Any]], None] | None = None,
+    outside: Outside | None = None,
+  ):
+    """Starts the engines, which hold copies of `params` as version 0. The sandbox stays the caller's.
+
+    Args:
+      waits: where episodes tell what they wait for.
+      journal: of a replay; None: nothing is recorded.
+      outside: where sandbox and grader live in deterministic mode; then the engines make their rounds in the running event
+        loop. None: a real clock, and threads.
+    """
     c = parts.config
-    self._sandbox = sandbox
-    self._grader = Grader(timeout_s=c.env.grader_timeout_s, num_workers=1)
-    programs = make_programs(
-      parts.model,
-      params,
-      num_slots=c.engine.num_slots,
-      max_length=c.env.max_tokens,
-      decode_steps=c.engine.decode_steps,
-      prefill_rows=c.engine.prefill_rows,
-      prefill_buckets=c.engine.prefill_buckets,
-      stop_tokens=(tokens.EOT,),
-    )
-    self.engine = LocalEngine(programs, jax.tree.map(jnp.copy, params), version=0).start()
-    self.evaluation_engine = LocalEngine(
-      programs, jax.tree.map(jnp.copy, params), version=0
-    ).start()
+    self._waits, self._journal = waits, journal
+    grader = Grader(timeout_s=c.env.grader_timeout_s, num_workers=1)
+    run, grade, self._close_grader = sandbox.run, grader.grade, grader.close
+    if outside is not None:
+      run = outside.wrap(run, c.runtime.logical.tool_s)
+      grade = outside.wrap(grade, c.runtime.logical.grade_s)
+      self._close_grader = outside.wrap(grader.close, 0.0)
+    held = holding(grade, FailureKind.GRADER, c.runtime.grader_holds, parts.limits.back_off)
+    self._sandbox, self._grader = SimpleNamespace(run=run), SimpleNamespace(grade=held)
+    self._drivers: list[asyncio.Task] = []
+    self.engine = self._engine(programs, params, outside is not None, journal, c)
+    self.evaluation_engine = self._engine(programs, params, outside is not None, None, c)
     self.evaluation_slots = c.engine.num_slots
-    self.play = self._player(c, self.engine, c.env.temperature)
-    self.evaluation_play = self._player(c, self.evaluation_engine, c.evaluation.temperature)
+    self.play = functools.partial(self._play, c)
+    scored = c.copy_and_resolve_references()
+    scored.env.temperature = c.evaluation.temperature
+    self.evaluation_play = functools.partial(self._play_scored, scored)
 
-  def _player(self, c: ConfigDict, engine: Engine, temperature: float):
-    async def play(task: Task, *, episode: str, group: str, seed: int) -> Trajectory:
-      env = MathPython(
-        chat=tokens.BYTE_CHAT,
-        sandbox=self._sandbox,
-        grader=self._grader,
-        max_turns=c.env.max_turns,
-        observation_bytes=c.env.observation_bytes,
-      )
-      return await run_episode(
-        env,
-        engine,
-        task,
-        episode=episode,
-        group=group,
-        seed=seed,
-        temperature=temperature,
-        max_turn_tokens=c.env.max_turn_tokens,
-        max_tokens=c.env.max_tokens,
-      )
+  def _engine(self, programs, params, logical: bool, journal, c: ConfigDict) -> LocalEngine:
+    copy = jax.tree.map(jnp.copy, params)
+    if not logical:
+      return LocalEngine(programs, copy, version=0, journal=journal).start()
+    engine = LocalEngine(programs, copy, version=0, journal=journal)
+    self._drivers.append(asyncio.create_task(engine.drive(c.runtime.logical.round_s)))
+    return engine
 
-    return play
+  def _env(self, c: ConfigDict) -> MathPython:
+    return MathPython(
+      chat=tokens.BYTE_CHAT,
+      sandbox=self._sandbox,
+      grader=self._grader,
+      max_turns=c.env.max_turns,
+      observation_bytes=c.env.observation_bytes,
+    )
+
+  async def _play(self, c: ConfigDict, task: Task, *, episode: str, **rest) -> Trajectory:
+    env = self._env(c)
+    if self._journal is not None:
+      env = Recorded(env, episode, self._journal)
+    at = functools.partial(self._waits.begin, f'episode {episode}')  # the dispatcher ends it
+    return await play_on(c, env, self.engine, task, episode=episode, at=at, **rest)
+
+  async def _play_scored(self, c: ConfigDict, task: Task, *, episode: str, **rest) -> Trajectory:
+    who = f'evaluation {episode}'
+    at = functools.partial(self._waits.begin, who)
+    try:
+      return await play_on(
+        c, self._env(c), self.evaluation_engine, task, episode=episode, at=at, **rest
+      )
+    finally:
+      self._waits.end(who)
 
   async def close(self) -> None:
     """Ends the engines' threads and the grader's processes."""
-    await self._grader.close()
+    for driver in self._drivers:
+      driver.cancel()
+    await asyncio.gather(*self._drivers, return_exceptions=True)
+    await self._close_grader()
     closing = [asyncio.to_thread(e.close) for e in (self.engine, self.evaluation_engine)]
     for result in await asyncio.gather(*closing, return_exceptions=True):
       if isinstance(result, BaseException):

@@ -3,12 +3,16 @@
 Time goes in rounds, all of them made by one thread: take new weights, sweep what was aborted, admit, prefill, decode a
 few steps, fetch the sampled tokens once, resolve what is finished. Coroutines of any loop only leave requests and
 marks under the lock, and are woken by `call_soon_threadsafe`. The lock is never held over device work.
+
+What a round computes is a function of its version, of the decisions about slots and of the requests: `journal` gets the
+first two, and `redo` makes the round again from them, bit for bit.
 """
 
 import asyncio
 import dataclasses
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +20,7 @@ import numpy as np
 
 from sao_jax import types
 from sao_jax.engines import programs as programs_lib
+from sao_jax.engines import rounds
 from sao_jax.engines import slots as slots_lib
 
 _JOIN_SECONDS = 60.0  # a round that takes longer is stuck
@@ -24,8 +29,9 @@ _JOIN_SECONDS = 60.0  # a round that takes longer is stuck
 class LocalEngine:
   """Implements `types.Engine` on the programs of `make_programs`.
 
-  Nothing is sampled before `start()`, which starts the thread that makes the rounds. Without it the caller makes them,
-  one `step()` at a time on its own thread, and the same calls give the same tokens in the same order.
+  Nothing is sampled before `start()`, which starts the thread that makes the rounds. Without it they are made on the
+  caller's thread: one `step()` at a time, or by `drive()` in an event loop, or by `redo()` from a journal; then the same
+  calls give the same tokens in the same order.
 
   More episodes than slots: requests wait first come, first served. An episode that is with its tool keeps its slot
   unless a request waits and no slot is free; then the one that is away longest loses it, and its next turn is
@@ -43,24 +49,32 @@ class LocalEngine:
       over a copy of anything that it will donate.
     version: the policy version of `params`.
     name: of the thread, and in error messages.
+    journal: called on the thread of the rounds after each that sampled, before anybody has its tokens, with {'kind':
+      'round', 'version': of the weights, 'operations': decisions about slots since the last call (see `Slots`),
+      'sampled': tokens, 'digest': of their bits and those of their log-probabilities}. Its error breaks the engine.
   """
 
   def __init__(
-    self, programs: programs_lib.Programs, params: Any, *, version: int, name: str = 'engine'
+    self,
+    programs: programs_lib.Programs,
+    params: Any,
+    *,
+    version: int,
+    name: str = 'engine',
+    journal: Callable[[dict], None] | None = None,
   ):
     self._programs = programs
-    self._name = name
+    self._name, self._journal = name, journal
     self._condition = threading.Condition()
     self._thread: threading.Thread | None = None
     self._params, self._version = self._place(params), version
     self._state = programs.init_state()
+    self._asked = asyncio.Event()  # wakes `drive`; nobody waits for it where there is a thread
     # All below is read and written under the lock.
     self._pending: tuple[Any, int] | None = None
-    self._queue: list[slots_lib.Open] = []
     self._open: dict[str, slots_lib.Open] = {}
     self._slots = slots_lib.Slots(programs.num_slots)
     self._failure: str | None = None
-    self._round_number = 0
     self._counters = {
       'tokens_sampled': 0,
       'tokens_on_older_cache': 0,
@@ -91,8 +105,9 @@ class LocalEngine:
       if request.episode in self._open:
         raise ValueError(f'episode {request.episode!r} has an open request: one at a time')
       self._open[request.episode] = opened
-      self._queue.append(opened)
+      self._slots.queue.append(opened)
       self._condition.notify()
+      self._asked.set()
     try:
       return await opened.future
     finally:
@@ -129,8 +144,13 @@ class LocalEngine:
       if episode in self._open:
         self._open[episode].aborted = True
 
+  def waiting(self) -> frozenset[str]:
+    """Episodes whose open request has no slot yet."""
+    with self._condition:
+      return frozenset(x.request.episode for x in self._slots.queue if not x.over())
+
   def health(self) -> dict[str, float]:
-    """Counters since the start. busy_s is the time of device work, from dispatch to fetch."""
+    """Counters since the start. busy_s is the time of device work, from dispatch to fetch; see also `drive`."""
     with self._condition:
       return dict(
         self._counters,
@@ -139,7 +159,7 @@ class LocalEngine:
         slots_in_use=len(self._slots.held),
         evictions=self._slots.evictions,
         broken_prefixes=self._slots.broken_prefixes,
-        waiting=len(self._queue),
+        waiting=len(self._slots.queue),
       )
 
   def close(self) -> None:
@@ -151,21 +171,71 @@ class LocalEngine:
         raise RuntimeError(f'engine {self._name}: a round takes more than {_JOIN_SECONDS} s')
     self._state = self._params = self._pending = None
 
-  def step(self) -> bool:
+  def step(self, busy_s: float | None = None) -> bool:
     """One round on the calling thread, for an engine that was not started. False: there was nothing to do.
+
+    Args:
+      busy_s: what the round counts as in health; None: the time that it takes.
 
     Raises:
       EpisodeFailure: if the round broke the engine.
     """
-    if self._thread is not None:
-      raise RuntimeError(f'engine {self._name} has a thread that makes its rounds')
     with self._condition:
-      if self._failure is not None:
-        raise types.EpisodeFailure(types.FailureKind.INFRA, self._failure)
+      self._check_unstarted()
       if not self._has_work():
         return False
-    self._guarded_round()
+    self._guarded(self._round, busy_s)
     return True
+
+  async def drive(self, round_s: float) -> None:
+    """Makes the rounds in this event loop, for ever, for an engine that was not started and is used in this loop only.
+
+    While a request is open a round is made every `round_s` seconds of the loop's time, and counts as that in busy_s. The
+    first is made `round_s` after the request came; without any there is no timer, whatever is loaded or released. So
+    the requests alone decide when rounds are made.
+
+    Raises:
+      EpisodeFailure: when the engine is broken or closed.
+    """
+    while True:
+      self._check_unstarted()
+      if self._slots.queue or self._slots.running():
+        await asyncio.sleep(round_s)
+        self.step(busy_s=round_s)
+      else:
+        self._asked.clear()
+        await self._asked.wait()  # without a deadline: nobody is owed anything
+
+  def redo(self, version: int, operations: Sequence[Sequence]) -> dict[str, Any]:
+    """A journaled round once more on the calling thread, for an engine that was not started. Returns its journal entry.
+
+    The requests must have come (`waiting`). A request that was stopped is answered ABORTED if somebody waits. The
+    decisions of the round count and no others: `release` must not be called, and `abort` or a cancellation ends only a
+    request that has no slot.
+
+    Raises:
+      ValueError: if a decision is impossible, with slot and episode, or the version is not there. The engine is
+        broken then.
+      EpisodeFailure: if the round broke the engine.
+    """
+    with self._condition:
+      self._check_unstarted()
+      if self._pending is not None and self._pending[1] == version:
+        self._swap()
+      try:
+        if self._version != version:
+          raise ValueError(f'a round of version {version}, and version {self._version} is loaded')
+        pieces = self._begin(*self._slots.repeat(operations))
+      except ValueError as error:
+        self._fail(f'engine {self._name}: {error}')
+        raise
+    return self._guarded(self._compute, pieces, None)
+
+  def _check_unstarted(self) -> None:
+    if self._thread is not None:
+      raise RuntimeError(f'engine {self._name} has a thread that makes its rounds')
+    if self._failure is not None:
+      raise types.EpisodeFailure(types.FailureKind.INFRA, self._failure)
 
   def _run(self) -> None:
     while True:
@@ -174,108 +244,80 @@ class LocalEngine:
         if self._failure is not None:
           return
       try:
-        self._guarded_round()
+        self._guarded(self._round, None)
       except types.EpisodeFailure:
         return  # everybody who waits has it
 
   def _has_work(self) -> bool:
-    return bool(self._pending or self._queue or self._slots.running())
+    return bool(self._pending or self._slots.queue or self._slots.running())
 
-  def _guarded_round(self) -> None:
+  def _guarded(self, work: Callable, *args) -> Any:
     try:
-      self._round()
+      return work(*args)
     except Exception as error:
       message = f'engine {self._name}: {type(error).__name__}: {error}'
       self._fail(message)
       raise types.EpisodeFailure(types.FailureKind.INFRA, message) from error
 
-  def _round(self) -> None:
+  def _round(self, busy_s: float | None) -> None:
     with self._condition:
-      self._round_number += 1
       if self._pending is not None:
-        (self._params, self._version), self._pending = self._pending, None
-      self._sweep()
-      admitted, self._queue = self._slots.admit(self._queue)
-      pieces = [(slot, self._slots.resume(slot, self._version)) for slot in admitted]
-      for slot, start in pieces:
-        self._counters['prefill_tokens'] += len(slot.opened.request.tokens) - start
-      running = self._slots.running()
-    if not running:
-      return
-    began = time.perf_counter()
-    prefilled = self._prefill(pieces)
+        self._swap()
+      pieces = self._begin(*self._slots.decide())
+      if not self._slots.running():
+        return
+    self._compute(pieces, busy_s)
+
+  def _swap(self) -> None:
+    (self._params, self._version), self._pending = self._pending, None
+
+  def _begin(
+    self, admitted: list[slots_lib.Slot], over: list[slots_lib.Open]
+  ) -> list[tuple[slots_lib.Slot, int]]:
+    """Answers the requests that are over. Returns the slots to prefill, and from where."""
+    for opened in over:
+      self._answer(opened, types.FinishReason.ABORTED)
+    pieces = [(slot, self._slots.resume(slot, self._version)) for slot in admitted]
+    for slot, start in pieces:
+      self._counters['prefill_tokens'] += len(slot.opened.request.tokens) - start
+    return pieces
+
+  def _compute(
+    self, pieces: list[tuple[slots_lib.Slot, int]], busy_s: float | None
+  ) -> dict[str, Any]:
+    """The device work of a round, and who is answered by it. busy_s: what it counts as; None: as it takes."""
+    with self._condition:
+      running, operations = self._slots.running(), self._slots.take_log()
+    calls = rounds.plan(self._programs, pieces)
     keep = np.zeros(self._programs.num_slots, bool)
     keep[[slot.index for slot in running]] = True
+    began = time.perf_counter()
+    first = []
+    for call in calls:
+      prefill = self._programs.prefill[call.bucket]
+      self._state, sampled = prefill(self._params, self._state, call.rows)
+      first.append(sampled)
     self._state, decoded = self._programs.decode(self._params, self._state, keep)
-    sampled = jax.device_get(([sampled for _, sampled in prefilled], decoded))
+    tokens, logprobs = rounds.join(calls, *jax.device_get((first, decoded)))
+    took = time.perf_counter() - began
     with self._condition:
-      self._counters['busy_s'] += time.perf_counter() - began
-      self._take([slots for slots, _ in prefilled], *sampled)
+      self._counters['busy_s'] += took if busy_s is None else busy_s
+      for slot in running:
+        sampled = tokens[:, slot.index] >= 0
+        self._record(slot, tokens[sampled, slot.index], logprobs[sampled, slot.index])
+    entry = {
+      'kind': 'round',
+      'version': self._version,
+      'operations': operations,
+      'sampled': int((tokens >= 0).sum()),
+      'digest': rounds.digest(tokens, logprobs),
+    }
+    if self._journal is not None:
+      self._journal(entry)  # before the answers: nobody acts on tokens that a replay would not know
+    with self._condition:
       for slot in running:
         self._finish(slot)
-
-  def _sweep(self) -> None:
-    """Answers what was aborted and frees what was dropped."""
-    for opened in self._queue:
-      if opened.over():
-        self._answer(opened, types.FinishReason.ABORTED)
-    self._queue = [opened for opened in self._queue if not opened.over()]
-    for slot in self._slots.running():
-      if slot.opened.over():
-        self._answer(slot.opened, types.FinishReason.ABORTED)
-        self._slots.rest(slot, self._round_number)
-
-  def _prefill(self, pieces: list[tuple[slots_lib.Slot, int]]) -> list[tuple[dict, Any]]:
-    """Dispatches the prefills of prefixes from a position on.
-
-    Returns, for each call, the prefixes that it completes, row -> slot, and what it sampled, on device.
-    """
-    programs, calls = self._programs, []
-    while pieces:
-      groups = {}
-      for slot, start in pieces:
-        left = len(slot.opened.request.tokens) - start
-        fitting = [bucket for bucket in programs.prefill if bucket >= left]
-        bucket = min(fitting, default=max(programs.prefill))
-        groups.setdefault(bucket, []).append((slot, start))
-      pieces = []
-      for bucket, group in groups.items():
-        for first in range(0, len(group), programs.prefill_rows):
-          part = group[first : first + programs.prefill_rows]
-          rows = self._rows(part, bucket)
-          self._state, sampled = programs.prefill[bucket](self._params, self._state, rows)
-          calls.append(({row: part[row][0] for row in np.flatnonzero(rows.last)}, sampled))
-          pieces += [
-            (slot, start + bucket) for row, (slot, start) in enumerate(part) if not rows.last[row]
-          ]
-    return calls
-
-  def _rows(self, part: list[tuple[slots_lib.Slot, int]], bucket: int) -> programs_lib.Rows:
-    rows = programs_lib.empty_rows(self._programs.num_slots, self._programs.prefill_rows, bucket)
-    for row, (slot, start) in enumerate(part):
-      request = slot.opened.request
-      piece = request.tokens[start : start + bucket]
-      rows.slots[row] = slot.index
-      rows.tokens[row, : len(piece)] = piece
-      rows.starts[row] = start
-      rows.counts[row] = len(piece)
-      rows.last[row] = start + len(piece) == len(request.tokens)
-      rows.remaining[row] = request.max_new_tokens
-      rows.temperature[row] = request.temperature
-      rows.seeds[row] = request.seed
-    return rows
-
-  def _take(self, completed: list[dict[int, slots_lib.Slot]], first: list, decoded: tuple) -> None:
-    """Records the tokens of a round: first those of the prefills, then those of the decode."""
-    for slots, (tokens, logprobs) in zip(completed, first, strict=True):
-      for row, slot in slots.items():
-        self._record(slot, tokens[row : row + 1], logprobs[row : row + 1])
-    tokens, logprobs = decoded
-    counts = (tokens >= 0).sum(axis=0)  # -1 from the step on that found the slot at rest
-    for slot in self._slots.running():
-      count = counts[slot.index]
-      if count:
-        self._record(slot, tokens[:count, slot.index], logprobs[:count, slot.index])
+    return entry
 
   def _record(self, slot: slots_lib.Slot, tokens: np.ndarray, logprobs: np.ndarray) -> None:
     slot.opened.record(tokens, logprobs, self._version)
@@ -292,7 +334,7 @@ class LocalEngine:
       self._answer(opened, types.FinishReason.LENGTH)
     else:
       return
-    self._slots.rest(slot, self._round_number)
+    self._slots.rest(slot)
 
   def _answer(self, opened: slots_lib.Open, reason: types.FinishReason) -> None:
     if opened.dropped:
@@ -311,8 +353,9 @@ class LocalEngine:
         opened.dropped = True
         opened.wake(lambda future, error=error: future.set_exception(error))
       self._open = {}
-      self._queue = []
+      self._slots.queue = []
       self._condition.notify()
+      self._asked.set()
 
   def _place(self, params: Any) -> Any:
     """Puts parameters on the engine's device, refusing those that the programs do not fit."""

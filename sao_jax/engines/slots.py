@@ -5,7 +5,7 @@ Nothing here knows of a device or a thread; the engine calls it under its lock.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -76,36 +76,63 @@ class Slot:
 
 
 class Slots:
-  """All slots of an engine, and the counters of what happened to them."""
+  """All slots of an engine, the queue before them, and the counters of what happened to them.
+
+  Decisions about slots are logged in their order, as lists that JSON can hold: ['admit', slot, episode], ['rest', slot]
+  where a request was stopped, ['free', slot]. A request that rests because its last token ends it is not logged: its
+  tokens say so. An impossible decision, which only a replay can ask for, raises ValueError.
+  """
 
   def __init__(self, size: int):
     self.all = [Slot(index) for index in range(size)]
     self.held: dict[str, Slot] = {}
+    self.queue: list[Open] = []
     self.evictions = 0
     self.broken_prefixes = 0
+    self._round_number = 0
+    self._log: list[list] = []
+
+  def take_log(self) -> list[list]:
+    """What was logged since the last call."""
+    log, self._log = self._log, []
+    return log
 
   def running(self) -> list[Slot]:
     return [slot for slot in self.all if slot.opened is not None]
 
-  def admit(self, queue: list[Open]) -> tuple[list[Slot], list[Open]]:
-    """Gives slots to requests, first those of episodes that hold one, then in order. Returns who still waits, too."""
-    admitted, others, waiting = [], [], []
+  def decide(self) -> tuple[list[Slot], list[Open]]:
+    """Begins a round: stops what is over, and gives slots to requests, first those of episodes that hold one, then in order.
+
+    Returns the slots that took a request, in order, and the requests that are over.
+    """
+    self._round_number += 1
+    over = self._sweep()
+    over += [self._stop(slot) for slot in self.running() if slot.opened.over()]
+    self.queue.sort(key=lambda opened: opened.request.episode not in self.held)
+    admitted, queue, self.queue = [], self.queue, []
     for opened in queue:
-      slot = self.held.get(opened.request.episode)
+      slot = self.held.get(opened.request.episode) or self._vacant()
       if slot is None:
-        others.append(opened)
+        self.queue.append(opened)
       else:
-        slot.opened = opened
-        admitted.append(slot)
-    for opened in others:
-      slot = self._vacant()
-      if slot is None:
-        waiting.append(opened)
-        continue
-      slot.episode, slot.opened = opened.request.episode, opened
-      self.held[slot.episode] = slot
-      admitted.append(slot)
-    return admitted, waiting
+        admitted.append(self._place(slot, opened))
+    return admitted, over
+
+  def repeat(self, operations: Sequence[Sequence]) -> tuple[list[Slot], list[Open]]:
+    """As `decide`, by the log of another run."""
+    self._round_number += 1
+    admitted, over = [], self._sweep()
+    for operation in operations:
+      match operation:
+        case ['free', index]:
+          self.free(self._at(index))
+        case ['rest', index]:
+          over.append(self._stop(self._at(index)))
+        case ['admit', index, episode]:
+          admitted.append(self._place(self._at(index), self._take_queued(index, episode)))
+        case _:
+          raise ValueError(f'{operation} is no operation on slots')
+    return admitted, over
 
   def resume(self, slot: Slot, version: int) -> int:
     """The position where prefill starts: after what the slot holds, if the prefix goes on from it, else 0."""
@@ -119,19 +146,65 @@ class Slots:
       slot.cached_version = version
     return start
 
-  def rest(self, slot: Slot, round_number: int) -> None:
+  def rest(self, slot: Slot) -> None:
     """The request is over; the episode keeps the slot, unless it was released."""
     opened, slot.opened = slot.opened, None
     # The last token was sampled and never fed: its keys and values are not there.
     known = [opened.request.tokens, np.asarray(opened.tokens[:-1], np.int32)]
     slot.cached = np.concatenate(known)
-    slot.away_since = round_number
+    slot.away_since = self._round_number
     if opened.released:
       self.free(slot)
 
   def free(self, slot: Slot) -> None:
+    """Takes the slot from its episode, which is away."""
+    if slot.episode is None or slot.opened is not None:
+      raise ValueError(f'slot {slot.index} of episode {slot.episode!r} cannot be freed')
+    self._log.append(['free', slot.index])
     del self.held[slot.episode]
     slot.episode = slot.cached = None
+
+  def _sweep(self) -> list[Open]:
+    """Takes those out of the queue that are over before they had a slot."""
+    over = [opened for opened in self.queue if opened.over()]
+    self.queue = [opened for opened in self.queue if not opened.over()]
+    return over
+
+  def _stop(self, slot: Slot) -> Open:
+    """The request that the slot worked on, and does no more."""
+    opened = slot.opened
+    if opened is None:
+      raise ValueError(f'slot {slot.index} of episode {slot.episode!r} has no request to stop')
+    self._log.append(['rest', slot.index])
+    self.rest(slot)
+    return opened
+
+  def _place(self, slot: Slot, opened: Open) -> Slot:
+    """The slot, which is free or held by the episode, works on the request from now on."""
+    episode = opened.request.episode
+    vacant = slot.episode is None and episode not in self.held
+    away = slot.episode == episode and slot.opened is None
+    if not (vacant or away):
+      held = self.held[episode].index if episode in self.held else None
+      raise ValueError(
+        f'slot {slot.index} cannot take episode {episode!r}: it has {slot.episode!r}, the episode has slot {held}'
+      )
+    self._log.append(['admit', slot.index, episode])
+    slot.episode, slot.opened = episode, opened
+    self.held[episode] = slot
+    return slot
+
+  def _at(self, index: int) -> Slot:
+    if not 0 <= index < len(self.all):
+      raise ValueError(f'slot {index} is none of {len(self.all)}')
+    return self.all[index]
+
+  def _take_queued(self, index: int, episode: str) -> Open:
+    for opened in self.queue:
+      if opened.request.episode == episode:
+        self.queue.remove(opened)
+        return opened
+    raise ValueError(f'slot {index} cannot take episode {episode!r}: no open request of it waits')
 
   def _vacant(self) -> Slot | None:
     """A free slot, or else that of the episode that is away longest, or None."""

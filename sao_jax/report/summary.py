@@ -37,37 +37,28 @@ def of_trajectories(
   }
 
 
-def of_runtime(
-  health: dict[str, float],
-  before: dict[str, float],
-  *,
-  elapsed: float,
-  waited: float,
-  totals,
-  ledger,
-) -> dict[str, float]:
+def of_runtime(passed: dict[str, float], *, waited: float, totals, ledger) -> dict[str, float]:
   """Throughput and idle shares since the last update.
 
   Args:
-    health, before: the engine's counters now and at the last update.
-    elapsed: seconds between the two.
+    passed: since then: tokens_sampled, busy_s of the engine, time_s; and compiles so far.
     waited: seconds of them in which the learner had no batch.
     totals: sums over the episodes that finished in between (episodes, reward, length), used or not.
     ledger: for the counts of episodes.
   """
-  sampled = health['tokens_sampled'] - before['tokens_sampled']
-  busy = health['busy_s'] - before['busy_s']
+  elapsed = max(passed['time_s'], 1e-9)  # logical time may stand still
   finished = totals.episodes or float('nan')
   return {
-    'tokens/sampled': sampled,
-    'tokens/per_second': sampled / elapsed,
+    'tokens/sampled': passed['tokens_sampled'],
+    'tokens/per_second': passed['tokens_sampled'] / elapsed,
     'idle/learner': waited / elapsed,
-    'idle/engine': max(0.0, 1 - busy / elapsed),
+    'idle/engine': max(0.0, 1 - passed['busy_s'] / elapsed),
     'reward/dispatched_mean': totals.reward / finished,
     'length/dispatched': totals.length / finished,
     'async/in_system': ledger.in_system(),
     'episodes/failed': ledger.counts['failed'],
     'episodes/dropped': ledger.counts['dropped'],
+    'compiles': passed['compiles'],
   }
 
 

@@ -3,17 +3,23 @@
 import asyncio
 import dataclasses
 import heapq
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sao_jax.batching import check_trajectory
-from sao_jax.runtime.failures import Breaker, RunFailed, may_retry
+from sao_jax.batching import check_trajectory, fingerprint
+from sao_jax.runtime.failures import BackOff, Breaker, RunFailed, may_retry
 from sao_jax.runtime.ledger import Ledger, LedgerError
+from sao_jax.runtime.watchdog import Waits
 from sao_jax.types import EpisodeFailure, FailureKind, Task, Trajectory
 
 Play = Callable[..., Awaitable[Trajectory]]  # (task, *, episode, group, seed) -> Trajectory
+Journal = Callable[[dict[str, Any]], None]  # a line of what a replay needs
+
+QUARANTINE_AFTER = 2  # visits of a prompt whose episodes all failed; at once if the task is broken
+_MOST_SKIPPED = 100_000  # prompts in a row that are in quarantine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +29,14 @@ class Limits:
   seed: int
   group_size: int
   capacity: int  # episodes in the system; see admission.capacity
-  retries: int  # further episodes of a prompt after a failure that is not the agent's
-  max_failures_in_row: int
+  consume: str  # 'oldest_started', or 'completion' order, which prefers short episodes
+  late: str  # 'mask', or 'drop' an episode with a token beyond max_staleness, which prefers short ones too
+  max_staleness: int
+  retries: Mapping[str, int]  # kind of failure -> further episodes of a prompt after it
+  back_off: BackOff
+  max_failures_in_row: int  # of one environment, see Breaker
+  breaker_cooldown_s: float
+  breaker_openings: int
   episode_timeout_s: float
   stall_timeout_s: float  # no episode changes its state for so long: the run fails
 
@@ -34,10 +46,13 @@ class _Group:
   """The episodes of one prompt, which are used together."""
 
   index: int  # the cursor of the prompt: the order of starting
+  task: Task
   finished: list[Trajectory] = dataclasses.field(default_factory=list)
   issued: dict[str, int] = dataclasses.field(default_factory=dict)  # member -> episodes so far
   failures: dict[str, int] = dataclasses.field(default_factory=dict)  # member -> failed ones
   dead: bool = False  # a member failed for good: the others are dropped
+  running: int = 0
+  ready: bool = False
 
 
 @dataclasses.dataclass
@@ -61,38 +76,51 @@ class Dispatcher:
     task_at: Callable[[int], Task],
     ledger: Ledger,
     limits: Limits,
+    waits: Waits,
     *,
     episodes_needed: int,
     version: int,
     snapshot: dict[str, Any] | None = None,
     trajectories: Sequence[Trajectory] = (),
+    journal: Journal | None = None,
   ):
-    """`episodes_needed`: that the run will still train on; no more are started. `version`: of
-    the policy, for the log. `snapshot` and `trajectories` as `snapshot()` gave them: finished episodes are kept, unfinished
-    prompts are issued again under new ids."""
+    """Binds the parts; nothing starts before `fill` or `take`.
+
+    Args:
+      play: plays one episode.
+      task_at: the prompt at an index.
+      waits: where an episode tells what it waits for.
+      episodes_needed: that the run will still train on; no more are started.
+      version: of the policy, for the log.
+      snapshot, trajectories: as `snapshot()` gave them: finished episodes are kept, unfinished prompts are issued again
+        under new ids.
+      journal: told of what a replay needs: starts and finished episodes.
+    """
     self._play, self._task_at, self._ledger, self._limits = play, task_at, ledger, limits
+    self._waits, self._journal = waits, journal or (lambda line: None)
     self._needed, self.version = episodes_needed, version
-    self._breaker = Breaker(limits.max_failures_in_row)
-    self._groups: dict[int, _Group] = {}
-    self._ready: list[int] = []
+    self._breakers: dict[str, Breaker] = {}
+    self._strikes: dict[str, int] = {}  # prompt -> visits that failed for good
+    self._groups: dict[int, _Group] = {}  # in the order of starting
+    self._ready: list[tuple[int, int]] = []  # (order of consumption, index), a heap
     self._running: dict[str, asyncio.Task] = {}
     self._changed = asyncio.Event()
     self._error: Exception | None = None
     self._totals = _Totals()
     self._next = 0
-    self._closed = False
+    self._completions = 0
+    self._paused = self._closed = False
     if snapshot is not None:
       self._restore(snapshot, trajectories)
 
   def fill(self) -> None:
     """Starts episodes until the system is full. Called again whenever room may have appeared."""
     size = self._limits.group_size
-    if self._closed or self._error is not None:
+    if self._closed or self._paused or self._error is not None:
       return
     while self._ledger.in_system() + size <= min(self._limits.capacity, self._needed):
-      group = _Group(self._next)
-      self._groups[self._next] = group
-      self._next += 1
+      group = _Group(*self._next_prompt())
+      self._groups[group.index] = group
       for member in range(size):
         self._start(group, str(member), 'pending', None)
 
@@ -108,35 +136,65 @@ class Dispatcher:
       RunFailed: nothing happened for `stall_timeout_s`, or too many episodes failed in a row.
       Exception: a bug in an episode, as it was raised there.
     """
+    self._paused = False
     self.fill()
     count = episodes // self._limits.group_size
-    while self._error is None and not self._enough(count, in_order):
+    self._waits.begin('learner', f'{episodes} finished episodes')
+    await self._until(lambda: self._enough(count, in_order))
+    self._waits.end('learner')
+    if in_order:
+      indices = list(itertools.islice(self._groups, count))
+    else:
+      indices = [heapq.heappop(self._ready)[1] for _ in range(count)]
+    taken = [self._groups.pop(index) for index in indices]
+    if in_order:
+      self._forget_ready()
+    trajectories = [trajectory for group in taken for trajectory in group.finished]
+    self._journal({'kind': 'take', 'episodes': [t.episode for t in trajectories]})
+    return trajectories
+
+  async def drain(self) -> None:
+    """Waits until nothing runs; nothing starts until the next `take`. Raises as `take` does."""
+    self._paused = True
+    await self._until(lambda: not self._running)
+
+  async def _until(self, holds: Callable[[], bool]) -> None:
+    while self._error is None and not holds():
       self._changed.clear()
       try:
         # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
         async with asyncio.timeout(self._limits.stall_timeout_s):
           await self._changed.wait()
       except TimeoutError:
-        raise RunFailed(self._stalled(episodes)) from None
+        error = RunFailed(f'nothing happened for {self._limits.stall_timeout_s} s')
+        error.add_note(self._waits.report())
+        raise error from None
     if self._error is not None:
       raise self._error
-    taken = [self._groups.pop(heapq.heappop(self._ready)) for _ in range(count)]
-    return [trajectory for group in taken for trajectory in group.finished]
 
   def _enough(self, count: int, in_order: bool) -> bool:
-    wanted = sorted(self._groups)[:count] if in_order else self._ready
-    return len(wanted) >= count and set(wanted) <= set(self._ready)
+    if in_order:
+      first = list(itertools.islice(self._groups.values(), count))
+      return len(first) == count and all(group.ready for group in first)
+    return len(self._ready) >= count
 
   def trained(
     self, trajectories: Sequence[Trajectory], *, version: int, reason: str | None = None
   ) -> None:
-    """The update that used them is published as `version`: their room is free."""
+    """The update that used them is published as `version`: their room is free.
+
+    Raises:
+      LedgerError: counts that do not add up; an episode that runs without being in the log, or the reverse.
+    """
     self.version = version
     for trajectory in trajectories:
       self._ledger.record(trajectory.episode, 'trained', version=self.version, reason=reason)
     self._needed -= len(trajectories)
-    self._ledger.check()
+    counts = self._ledger.counts
+    if len(self._running) != counts['pending'] + counts['running']:
+      raise LedgerError(f'{len(self._running)} episodes run, and the log says {dict(counts)}')
     self._ledger.flush()
+    self._drop_late(*(index for _, index in self._ready))  # they were in time for the last version
     self.fill()
 
   def totals(self) -> _Totals:
@@ -156,14 +214,16 @@ class Dispatcher:
       {'index': g.index, 'issued': {**g.issued}, 'failures': {**g.failures}, 'dead': g.dead}
       for g in self._groups.values()
     ]
-    finished = [t for g in self._groups.values() for t in g.finished]
-    totals = dataclasses.asdict(self._totals)
     return {
       'next': self._next,
       'needed': self._needed,
       'groups': groups,
-      'totals': totals,
-    }, finished
+      'ready': [list(item) for item in self._ready],
+      'completions': self._completions,
+      'totals': dataclasses.asdict(self._totals),
+      'breakers': {name: dataclasses.asdict(b) for name, b in self._breakers.items()},
+      'strikes': {**self._strikes},
+    }, [t for g in self._groups.values() for t in g.finished]
 
   async def close(self, reason: str) -> None:
     """Cancels what runs, waits until it is gone, and ends every open episode in the log."""
@@ -174,15 +234,28 @@ class Dispatcher:
     await asyncio.gather(*running, return_exceptions=True)
     for episode in list(self._ledger.states):
       self._ledger.record(episode, 'cancelled', version=self.version, reason=reason)
-    self._ledger.check()
+
+  def skip_to(self, index: int) -> None:
+    """No new prompt comes from before this index: after a roll-back the run goes another way."""
+    self._next = max(self._next, index)
+
+  @property
+  def next_index(self) -> int:
+    """Of the prompt that would start next."""
+    return self._next
 
   def _restore(self, snapshot, trajectories) -> None:
     self._next, self._needed = snapshot['next'], snapshot['needed']
     self._totals = _Totals(**snapshot['totals'])
+    self._ready = [tuple(item) for item in snapshot['ready']]
+    self._completions, self._strikes = snapshot['completions'], {**snapshot['strikes']}
+    self._breakers = {name: Breaker(**fields) for name, fields in snapshot['breakers'].items()}
     for saved in snapshot['groups']:
-      self._groups[saved['index']] = _Group(**{**saved, 'finished': []})
+      self._groups[saved['index']] = _Group(task=self._task_at(saved['index']), **saved)
     for trajectory in trajectories:
       self._groups[int(trajectory.group)].finished.append(trajectory)
+    for _, index in self._ready:
+      self._groups[index].ready = True
     done = {t.episode for t in trajectories}
     for episode in [e for e in self._ledger.states if e not in done]:
       self._ledger.record(episode, 'cancelled', version=self.version, reason='restart')
@@ -191,94 +264,171 @@ class Dispatcher:
         raise LedgerError(f'episode {episode} is open in the log and unknown to the checkpoint')
       if not self._groups[int(index)].dead:
         self._start(self._groups[int(index)], member, 'reissued', 'restart')
-    for group in list(self._groups.values()):
-      self._settle(group)
+    self._groups = {index: group for index, group in self._groups.items() if not group.dead}
+
+  def _next_prompt(self) -> tuple[int, Task]:
+    """The next index whose prompt is not in quarantine."""
+    for _ in range(_MOST_SKIPPED):
+      index, self._next = self._next, self._next + 1
+      task = self._task_at(index)
+      if self._strikes.get(task.prompt_id, 0) < QUARANTINE_AFTER:
+        return index, task
+    raise RunFailed(f'{_MOST_SKIPPED} prompts in a row are in quarantine: see `failed` in the log')
 
   def _start(self, group: _Group, member: str, event: str, reason: str | None) -> None:
     """Issues one episode of a prompt: `pending` the first time, `reissued` after a failure or a restart."""
     number = group.issued.get(member, 0)
     group.issued[member] = number + 1
+    group.running += 1
     episode = f'{group.index:06d}-{member}-{number}'
-    task = self._task_at(group.index)
-    self._ledger.record(episode, event, version=self.version, prompt=task.prompt_id, reason=reason)
-    coroutine = self._guarded(group, member, episode, task)
+    prompt = group.task.prompt_id
+    self._ledger.record(episode, event, version=self.version, prompt=prompt, reason=reason)
+    coroutine = self._guarded(group, member, episode)
     self._running[episode] = asyncio.create_task(coroutine, name=episode)
 
-  async def _guarded(self, *episode) -> None:
+  async def _guarded(self, group: _Group, member: str, episode: str) -> None:
     """Whatever goes wrong in running or recording an episode ends the run."""
     try:
-      await self._run(*episode)
+      failure = await self._run(group, member, episode)
+      if failure is not None:
+        self._failed(group, member, episode, failure)
     except Exception as error:  # e.g. a full disk under the log
       self.fail(error)
+    finally:
+      self._waits.end(_who(episode))
+      del self._running[episode]
+      group.running -= 1
+    try:
+      self._settle(group)
+    except Exception as error:
+      self.fail(error)
+    self._changed.set()
 
-  async def _run(self, group: _Group, member: str, episode: str, task: Task) -> None:
+  async def _run(self, group: _Group, member: str, episode: str) -> EpisodeFailure | None:
+    """Plays one episode; the failure, if it has no data."""
     failures = group.failures.get(member, 0)
     entropy = [self._limits.seed, group.index, int(member), failures]
     seed = int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+    limit = self._limits.episode_timeout_s
     try:
-      if failures:
-        await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+      await self._admit(group.task, episode, failures, seed)
       self._ledger.record(episode, 'running', version=self.version)
+      start = {'index': group.index, 'group': str(group.index), 'seed': seed}
+      self._journal({'kind': 'start', 'episode': episode, **start})
       trajectory = await asyncio.wait_for(
-        self._play(task, episode=episode, group=str(group.index), seed=seed),
-        self._limits.episode_timeout_s,
+        self._play(group.task, episode=episode, group=str(group.index), seed=seed), limit
       )
       if not np.isfinite(trajectory.reward):
-        raise EpisodeFailure(
-          FailureKind.GRADER, f'reward {trajectory.reward} is not a finite number'
-        )
+        raise EpisodeFailure(FailureKind.GRADER, f'reward {trajectory.reward} is not finite')
       check_trajectory(trajectory)
-      self._ledger.record(episode, 'finished', version=self.version)
-      self._breaker.success()
-      self._totals.episodes += 1
-      self._totals.reward += trajectory.reward
-      self._totals.length += trajectory.num_actions
-      group.finished.append(trajectory)
     except TimeoutError:
-      message = f'no end within {self._limits.episode_timeout_s} s'
-      self._failed(group, member, episode, EpisodeFailure(FailureKind.INFRA, message))
+      return EpisodeFailure(FailureKind.INFRA, f'no end within {limit} s')
     except EpisodeFailure as failure:
-      self._failed(group, member, episode, failure)
+      return failure
     except Exception as error:
       self.fail(error)
-      self._failed(group, member, episode, EpisodeFailure(FailureKind.BUG, repr(error)))
-    finally:
-      self._running.pop(episode, None)
-      self._settle(group)
-      self._changed.set()
+      return EpisodeFailure(FailureKind.BUG, repr(error))
+    self._ledger.record(
+      episode,
+      'finished',
+      version=self.version,
+      tokens=trajectory.num_actions,
+      reward=trajectory.reward,
+      seconds={
+        what.removeprefix('the '): round(seconds, 4)
+        for what, seconds in self._waits.end(_who(episode)).items()
+      },
+    )
+    self._journal({'kind': 'finished', 'episode': episode, 'digest': fingerprint(trajectory)})
+    self._breaker(group.task).success()
+    self._totals.episodes += 1
+    self._totals.reward += trajectory.reward
+    self._totals.length += trajectory.num_actions
+    group.finished.append(trajectory)
+    return None
+
+  async def _admit(self, task: Task, episode: str, failures: int, seed: int) -> None:
+    """Waits for the back-off after failures, and while the environment's breaker is open."""
+    if failures:
+      self._waits.begin(_who(episode), 'its back-off')
+      await asyncio.sleep(self._limits.back_off.seconds(failures, seed))
+    while seconds := self._breaker(task).wait(asyncio.get_running_loop().time()):
+      self._waits.begin(_who(episode), f'the breaker of environment {task.environment}')
+      await asyncio.sleep(seconds)
+
+  def _breaker(self, task: Task) -> Breaker:
+    limits = self._limits
+    return self._breakers.setdefault(
+      task.environment,
+      Breaker(limits.max_failures_in_row, limits.breaker_cooldown_s, limits.breaker_openings),
+    )
 
   def _failed(self, group, member: str, episode: str, failure: EpisodeFailure) -> None:
     """Ends the episode without data, and issues its prompt again where that can help."""
-    self._ledger.record(episode, 'failed', version=self.version, reason=str(failure.kind))
+    kind, prompt = failure.kind, group.task.prompt_id
     group.failures[member] = group.failures.get(member, 0) + 1
-    if may_retry(failure.kind, group.failures[member], self._limits.retries):
-      self._start(group, member, 'reissued', str(failure.kind))
+    again = may_retry(kind, group.failures[member], self._limits.retries)
+    if not again and kind is not FailureKind.AGENT:
+      strikes = QUARANTINE_AFTER if kind is FailureKind.DATA else 1
+      self._strikes[prompt] = self._strikes.get(prompt, 0) + strikes
+    quarantined = self._strikes.get(prompt, 0) >= QUARANTINE_AFTER
+    self._ledger.record(
+      episode,
+      'failed',
+      version=self.version,
+      reason=kind.value,
+      message=str(failure),
+      **({'quarantine': True} if quarantined else {}),
+    )
+    if again:
+      self._start(group, member, 'reissued', kind.value)
     else:
       group.dead = True
     try:
-      self._breaker.failure(str(failure))
+      now = asyncio.get_running_loop().time()
+      self._breaker(group.task).failure(now, str(failure))
     except RunFailed as error:
       self.fail(error)
 
   def _settle(self, group: _Group) -> None:
     """A complete group becomes ready; what is left of a dead one is dropped, and its room used again."""
     if group.dead:
-      for trajectory in group.finished:
-        self._ledger.record(
-          trajectory.episode, 'dropped', version=self.version, reason='group_incomplete'
-        )
-      group.finished.clear()
-      if not any(int(e.split('-')[0]) == group.index for e in self._running):
+      self._drop_finished(group, 'group_incomplete')
+      if not group.running:
         self._groups.pop(group.index, None)
       self.fill()
-    elif len(group.finished) == self._limits.group_size and group.index not in self._ready:
+    elif len(group.finished) == self._limits.group_size and not group.ready:
       group.finished.sort(key=lambda t: t.episode)
-      heapq.heappush(self._ready, group.index)
+      group.ready = True
+      self._completions += 1
+      by_age = self._limits.consume == 'oldest_started'
+      order = group.index if by_age else self._completions
+      heapq.heappush(self._ready, (order, group.index))
+      self._drop_late(group.index)
 
-  def _stalled(self, episodes: int) -> str:
-    ready = len(self._ready) * self._limits.group_size
-    oldest = min(self._running, default='none')
-    return (
-      f'nothing happened for {self._limits.stall_timeout_s} s: the learner waits for {episodes} episodes '
-      f'and has {ready}; {len(self._running)} are running, the oldest is {oldest}'
-    )
+  def _drop_late(self, *indices: int) -> None:
+    """Where late is 'drop': finished groups with a token that is too old by now give their room to others."""
+    if self._limits.late != 'drop':
+      return
+    oldest = self.version - self._limits.max_staleness
+    for index in indices:
+      finished = self._groups[index].finished
+      if any(t.versions[t.mask].min() < oldest for t in finished):
+        self._drop_finished(self._groups.pop(index), FailureKind.STALE.value)
+    self._forget_ready()
+    self.fill()
+
+  def _forget_ready(self) -> None:
+    """Takes groups that are gone out of the heap."""
+    self._ready = [item for item in self._ready if item[1] in self._groups]
+    heapq.heapify(self._ready)
+
+  def _drop_finished(self, group: _Group, reason: str) -> None:
+    for trajectory in group.finished:
+      self._ledger.record(trajectory.episode, 'dropped', version=self.version, reason=reason)
+    group.finished.clear()
+
+
+def _who(episode: str) -> str:
+  """As `Waits` names it."""
+  return f'episode {episode}'

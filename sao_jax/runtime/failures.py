@@ -1,22 +1,63 @@
-"""What happens after a failure, and the deadlines that keep every wait finite."""
+"""What happens after a failure, and the deadlines that keep every wait finite.
 
+kind    who is at fault                            reaction
+infra   engine, process, machine, a deadline       the prompt is issued again, after a back-off
+env     the environment or its sandbox             the same; many in a row open the environment's breaker
+grader  the answer could not be judged             the answer is held and judged again; then as env
+data    the task itself is broken                  no retry; the prompt goes to quarantine
+agent   what the environment cannot represent      no retry
+stale   older than the bound, where late is drop   dropped
+bug     ours                                       ends the run
+"""
+
+import asyncio
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
-from sao_jax.types import FailureKind
+import numpy as np
+
+from sao_jax.types import EpisodeFailure, FailureKind
 
 
 class RunFailed(Exception):
   """The run cannot go on. The message is the last line that the user reads; the exit code is 3."""
 
 
-RETRIED = frozenset({FailureKind.INFRA, FailureKind.ENV, FailureKind.GRADER})
+def may_retry(kind: FailureKind, attempts: int, budgets: Mapping[str, int]) -> bool:
+  """Whether the prompt is issued again after its `attempts`-th episode failed; never for a kind without a budget."""
+  return attempts <= budgets.get(kind.value, 0)
 
 
-def may_retry(kind: FailureKind, attempts: int, budget: int) -> bool:
-  """Whether the prompt is issued again after its `attempts`-th episode failed."""
-  return kind in RETRIED and attempts <= budget
+@dataclasses.dataclass(frozen=True)
+class BackOff:
+  """Waits that double from `base_s` up to `cap_s`, each shortened by up to a half so that retries spread."""
+
+  base_s: float
+  cap_s: float
+
+  def seconds(self, failures: int, seed: int) -> float:
+    """The wait after `failures` >= 1 attempts; a function of its arguments."""
+    share = np.random.default_rng([seed, failures]).uniform(0.5, 1.0)
+    return float(share * min(self.base_s * 2.0 ** (failures - 1), self.cap_s))
+
+
+def holding(
+  call: Callable[..., Awaitable[Any]], kind: FailureKind, retries: int, back_off: BackOff
+) -> Callable[..., Awaitable[Any]]:
+  """`call`, made again after a failure of this kind: an outage of the grader holds an episode and does not lose it."""
+
+  async def held(*args: Any) -> Any:
+    for attempt in itertools.count(1):
+      try:
+        return await call(*args)
+      except EpisodeFailure as failure:
+        if failure.kind is not kind or attempt > retries:
+          raise
+      await asyncio.sleep(back_off.seconds(attempt, seed=0))
+
+  return held
 
 
 def check_deadlines(deadlines: Sequence[tuple[str, float]]) -> None:
@@ -34,21 +75,42 @@ def check_deadlines(deadlines: Sequence[tuple[str, float]]) -> None:
 
 @dataclasses.dataclass
 class Breaker:
-  """Opens after too many failures in a row: then the fault is not in the episodes."""
+  """Of one environment. After too many failures in a row the fault is not in the episodes: the breaker opens.
 
-  limit: int
+  Open, it holds new episodes for `cooldown_s`, then lets a single one try. Success closes it; a failure opens it again for
+  twice as long. The opening after `max_openings` ends the run.
+  """
+
+  limit: int  # failures in a row that open it
+  cooldown_s: float
+  max_openings: int
   in_row: int = 0
-  last: str = ''
+  openings: int = 0
+  open_until: float | None = None  # of the loop's time; None: it lets everything through
+  trying: bool = False
+
+  def wait(self, now: float) -> float:
+    """Seconds that an episode must wait before it asks again; 0: it may start."""
+    if self.open_until is None:
+      return 0.0
+    if now >= self.open_until and not self.trying:
+      self.trying = True
+      return 0.0
+    return max(self.open_until - now, self.cooldown_s)
 
   def success(self) -> None:
-    self.in_row = 0
+    self.in_row, self.openings, self.open_until, self.trying = 0, 0, None, False
 
-  def failure(self, message: str) -> None:
+  def failure(self, now: float, message: str) -> None:
     """Counts one.
 
     Raises:
-      RunFailed: at the limit, with the last failure.
+      RunFailed: it opened too often, with the last failure.
     """
-    self.in_row, self.last = self.in_row + 1, message
-    if self.in_row >= self.limit:
+    self.in_row += 1
+    if self.in_row < self.limit or (self.open_until is not None and not self.trying):
+      return
+    self.openings, self.trying = self.openings + 1, False
+    if self.openings > self.max_openings:
       raise RunFailed(f'{self.in_row} episodes failed in a row; the last: {message}')
+    self.open_until = now + self.cooldown_s * 2.0 ** (self.openings - 1)

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sao_jax.report.metrics import cut_tail
 
@@ -42,16 +43,17 @@ class Ledger:
     self._clock = clock
     self.states: dict[str, str] = {}  # of episodes that have not ended
     self.prompts: dict[str, str] = {}  # prompt of each of them
-    self.counts = collections.Counter()  # ended episodes by state, and `started`
+    self.counts = collections.Counter()  # episodes by state, and `started`
     self.reasons = collections.Counter()  # 'failed:infra' and the like
     if resume_at is None:
       if path.exists() and path.stat().st_size:
         raise LedgerError(f'{path} holds a run already: resume it or choose another workdir')
     else:
       cut_tail(path, resume_at, path.with_name('events.lost.jsonl'))
-      for line in path.read_text().splitlines():
-        row = json.loads(line)
-        self._apply(row['episode'], row['prompt'], row['event'], row['reason'])
+      with path.open() as lines:
+        for line in lines:
+          row = json.loads(line)
+          self._apply(row['episode'], row['prompt'], row['event'], row['reason'])
     self._file = path.open('a')
 
   def record(
@@ -62,8 +64,12 @@ class Ledger:
     version: int,
     prompt: str | None = None,
     reason: str | None = None,
+    **facts: Any,
   ) -> None:
     """Appends one transition. `prompt` is needed for the first event of an episode only.
+
+    Args:
+      facts: more that the line tells, JSON-able: tokens, reward and seconds of a finished episode, the message of a failed one.
 
     Raises:
       LedgerError: if the episode is not in a state in which this can happen.
@@ -73,34 +79,40 @@ class Ledger:
       raise LedgerError(f'episode {episode}: {event} without a start, or after its end')
     self._apply(episode, prompt, event, reason)
     row = {'t': round(self._clock(), 4), 'episode': episode, 'prompt': prompt, 'event': event}
-    self._file.write(json.dumps({**row, 'reason': reason, 'version': version}) + '\n')
+    self._file.write(json.dumps({**row, 'reason': reason, 'version': version, **facts}) + '\n')
 
   def _apply(self, episode: str, prompt: str, event: str, reason: str | None) -> None:
     state = self.states.get(episode)
     if event not in _FROM or state not in _FROM[event]:
       raise LedgerError(f'episode {episode}: {event} is impossible from {state or "nothing"}')
+    if state is None:
+      self.counts['started'] += 1
+    else:
+      self.counts[state] -= 1
     if event in ENDED:
-      del self.states[episode], self.prompts[episode]
       self.counts[event] += 1
+      del self.states[episode], self.prompts[episode]
       if reason:
         self.reasons[f'{event}:{reason}'] += 1
-      return
-    self.counts['started'] += state is None
-    self.states[episode] = 'pending' if event == 'reissued' else event
-    self.prompts[episode] = prompt
+    else:
+      event = 'pending' if event == 'reissued' else event
+      self.counts[event] += 1
+      self.states[episode], self.prompts[episode] = event, prompt
+    self.check()
 
   def in_system(self) -> int:
     """Episodes that have started and not ended; those under training included."""
     return len(self.states)
 
   def check(self) -> None:
-    """Conservation: started = open + trained + dropped + failed + cancelled.
+    """Conservation, after every event: started = pending + running + finished + trained + dropped + failed + cancelled.
 
     Raises:
       LedgerError: with the counts.
     """
+    open_now = sum(self.counts[state] for state in OPEN)
     ended = sum(self.counts[state] for state in ENDED)
-    if self.counts['started'] != len(self.states) + ended:
+    if self.counts['started'] != open_now + ended or open_now != len(self.states):
       raise LedgerError(f'episodes do not add up: {dict(self.counts)}, {len(self.states)} open')
 
   def offset(self) -> int:

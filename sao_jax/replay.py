@@ -1,0 +1,75 @@
+"""Does a recorded run again and compares: the same parameters, or the event at which it diverges."""
+
+import asyncio
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sao_jax import build, checkpoint, loop, phases
+from sao_jax.engines.local import LocalEngine
+from sao_jax.runtime import replay as record
+from sao_jax.runtime.watchdog import Waits
+from sao_jax.warm_start import warm_start
+
+
+class Replayed(NamedTuple):
+  """What was done again; every checksum of it is that of the record."""
+
+  updates: int  # of RL
+  rounds: int  # of the engine
+  digest: str  # of policy and critic at the end
+  complete: bool  # the recorded run came to its end
+
+
+def check(parts: build.Parts, workdir: Path) -> None:
+  """Raises ValueError if the folder does not hold what a replay needs."""
+  config = parts.config
+  next(iter(record.read(workdir)), None)
+  root = Path(config.supervised.workdir or workdir) / 'checkpoints' / 'supervised'
+  saved = checkpoint.steps(root)
+  if config.supervised.num_steps and (not saved or saved[-1] < config.supervised.num_steps):
+    raise ValueError(f'{root} does not hold the whole warm start that the run began with')
+
+
+async def replay(parts: build.Parts, workdir: Path, *, screen: phases.Screen) -> Replayed:
+  """Replays the run in the workdir, which is only read. Tools are not run: their answers are in the record.
+
+  Raises:
+    runtime.replay.Diverged: names the line of the record at which this run differs, and how.
+    ValueError: the run was not recorded.
+  """
+  c = parts.config
+  work = phases.make_work(parts, Waits(asyncio.get_running_loop().time))
+  lines = record.read(workdir)
+  warm = await warm_start(
+    parts, workdir, work=work, stop=asyncio.Event(), show=screen.update, note=screen.note
+  )
+  programs = build.programs_of(parts, warm)
+
+  def make_engine(params, version):
+    return LocalEngine(programs, params, version=version, name='replay')
+
+  play = functools.partial(build.play_on, c)
+  replayer = record.Replayer(lines, play, parts.source.task, make_engine)
+  learning = phases.make_learning(parts, work, replayer, replayer, None)
+  state = phases.fresh_state(parts, warm)
+  replayer.load(jax.tree.map(jnp.copy, state.policy), 0)
+  complete = False
+  try:
+    for index in range(c.value.num_batches):
+      trajectories = await replayer.take(c.train.batch_size, in_order=True)
+      state, metrics = await phases.learn_values(learning, parts, state, trajectories, index)
+      screen.update('value pretraining', index + 1, c.value.num_batches, metrics)
+    while int(state.step) < c.train.num_steps:
+      trajectories = await replayer.take(c.train.batch_size)
+      state, metrics = await loop.learn(learning, state, trajectories)
+      screen.update('replay', int(state.step), c.train.num_steps, metrics)
+    complete = True
+  except record.Ended:
+    pass
+  finally:
+    await replayer.close()
+  return Replayed(int(state.step), replayer.rounds, loop.digest_of(state), complete)
