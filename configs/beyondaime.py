@@ -55,6 +55,8 @@ def _embedded() -> ConfigDict:
   c.sandbox.timeout_s = 2.0  # of one call
   c.sandbox.memory_mb = 256  # of one call
   c.sandbox.output_bytes = 4096  # read from one call
+  c.sandbox.latency_s = 0.0  # for studies of asynchrony: each call takes this much longer, times Pareto(1.5)
+  c.sandbox.max_latency_s = 30.0  # and no more
 
   c.model = ConfigDict()
   c.model.width = 64

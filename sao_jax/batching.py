@@ -1,11 +1,49 @@
 """Trajectories to a packed batch of fixed shape, on the host."""
 
+import numbers
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from sao_jax.types import Batch, StopReason, Trajectory
+from sao_jax.types import (
+  Batch,
+  EpisodeFailure,
+  FailureKind,
+  Outcome,
+  StopReason,
+  Trajectory,
+  Turn,
+)
+
+
+def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
+  """What an environment answered, if it can be used. A missing or infinite reward passes: that is no verdict.
+
+  Args:
+    first: it is that of `reset`, which must be a turn.
+
+  Raises:
+    EpisodeFailure: ENV, it is neither a turn of some token ids nor an outcome with a number and a dict.
+  """
+  wrong = None
+  if isinstance(answer, Turn):
+    tokens = answer.tokens
+    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in 'iu'):
+      wrong = f'a turn of {type(tokens).__name__}, not a row of token ids'
+    elif not len(tokens) or tokens.min() < 0:
+      wrong = 'a turn without tokens or with one below 0'
+  elif isinstance(answer, Outcome) and not first:
+    if not (answer.reward is None or isinstance(answer.reward, numbers.Real | np.bool_)):
+      wrong = f'the reward {answer.reward!r:.80}'
+    elif not (isinstance(answer.stop_reason, StopReason) and isinstance(answer.info, dict)):
+      wrong = f'an outcome with {answer.stop_reason!r:.80} and {type(answer.info).__name__}'
+  else:
+    wrong = f'a {type(answer).__name__}'
+  if wrong:
+    raise EpisodeFailure(FailureKind.ENV, f'the environment answered {wrong}')
+  return answer
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -19,8 +19,9 @@ from sao_jax.runtime.clock import Clock
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import Alarms, RollBack, watch
 from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.journal import Journal
 from sao_jax.runtime.ledger import Ledger, LedgerError
-from sao_jax.runtime.replay import Journal, Replayer
+from sao_jax.runtime.replay import Replayer
 from sao_jax.types import Batch, Engine, Trajectory
 
 UPDATE, CRITIC_UPDATE, CHECKPOINT = 'an update', 'a critic update', 'writing a checkpoint'

@@ -28,9 +28,9 @@ from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.failures import RunFailed
 from sao_jax.runtime.heartbeat import Heartbeat
+from sao_jax.runtime.journal import Journal
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.logical import LogicalWork, Outside
-from sao_jax.runtime.replay import Journal
 from sao_jax.types import Trajectory
 from sao_jax.warm_start import STEP, warm_start
 
@@ -107,17 +107,17 @@ async def execute(
         parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
       )
     programs = build.programs_of(parts, warm)
-    place = _Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
+    place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
     back = None
     while True:
       try:
-        return await _learn(place, warm, back)
+        return await learn(place, warm, back)
       except _GoBack as alarm:
         back = alarm
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class Place:
   """What stays the same over the roll-backs of a run."""
 
   parts: build.Parts
@@ -194,7 +194,7 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
   )
 
 
-async def _learn(place: _Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
+async def learn(place: Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
   """Value pretraining and RL, from the last checkpoint on if there is one."""
   parts, workdir, waits = place.parts, place.workdir, place.waits
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)

@@ -3,10 +3,7 @@
 import asyncio
 import functools
 from pathlib import Path
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import Any, NamedTuple
 
 from sao_jax import build, checkpoint, loop, phases
 from sao_jax.engines.local import LocalEngine
@@ -18,7 +15,7 @@ from sao_jax.warm_start import warm_start
 class Replayed(NamedTuple):
   """What was done again; every checksum of it is that of the record."""
 
-  updates: int  # of RL
+  updates: int  # batches that were learned from, those of value pretraining included
   rounds: int  # of the engine
   digest: str  # of policy and critic at the end
   complete: bool  # the recorded run came to its end
@@ -39,37 +36,41 @@ async def replay(parts: build.Parts, workdir: Path, *, screen: phases.Screen) ->
 
   Raises:
     runtime.replay.Diverged: names the line of the record at which this run differs, and how.
-    ValueError: the run was not recorded.
   """
-  c = parts.config
   work = phases.make_work(parts, Waits(asyncio.get_running_loop().time))
-  lines = record.read(workdir)
   warm = await warm_start(
     parts, workdir, work=work, stop=asyncio.Event(), show=screen.update, note=screen.note
   )
   programs = build.programs_of(parts, warm)
+  return await repeat(parts, workdir, warm, programs, work=work, show=screen.update)
+
+
+async def repeat(
+  parts: build.Parts, workdir: Path, warm: Any, programs: Any, *, work, show
+) -> Replayed:
+  """As `replay`, from the policy `warm` on. work: see `phases.make_work`; show: (phase, step, total, metrics)."""
+  c = parts.config
 
   def make_engine(params, version):
     return LocalEngine(programs, params, version=version, name='replay')
 
   play = functools.partial(build.play_on, c)
-  replayer = record.Replayer(lines, play, parts.source.task, make_engine)
+  replayer = record.Replayer(record.read(workdir), play, parts.source.task, make_engine)
   learning = phases.make_learning(parts, work, replayer, replayer, None)
-  state = phases.fresh_state(parts, warm)
-  replayer.load(jax.tree.map(jnp.copy, state.policy), 0)
-  complete = False
+  state, complete = phases.fresh_state(parts, warm), False
+  loop.publish(replayer, state)
   try:
     for index in range(c.value.num_batches):
-      trajectories = await replayer.take(c.train.batch_size, in_order=True)
+      trajectories = await replayer.take(c.train.batch_size)
       state, metrics = await phases.learn_values(learning, parts, state, trajectories, index)
-      screen.update('value pretraining', index + 1, c.value.num_batches, metrics)
+      show('value pretraining', index + 1, c.value.num_batches, metrics)
     while int(state.step) < c.train.num_steps:
       trajectories = await replayer.take(c.train.batch_size)
       state, metrics = await loop.learn(learning, state, trajectories)
-      screen.update('replay', int(state.step), c.train.num_steps, metrics)
+      show('replay', int(state.step), c.train.num_steps, metrics)
     complete = True
   except record.Ended:
     pass
   finally:
     await replayer.close()
-  return Replayed(int(state.step), replayer.rounds, loop.digest_of(state), complete)
+  return Replayed(replayer.updates, replayer.rounds, loop.digest_of(state), complete)

@@ -1,15 +1,18 @@
 """One episode: environment and engine in, trajectory out."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from sao_jax.batching import check_answer
 from sao_jax.types import (
   Engine,
   Env,
   EpisodeFailure,
   FailureKind,
   FinishReason,
+  Generation,
   Outcome,
   Request,
   Task,
@@ -67,13 +70,13 @@ async def run_episode(
     at: told what the episode waits for from now on: 'the environment' or 'the engine'.
 
   Raises:
-    EpisodeFailure: from the environment or the engine. No reward and no data then.
+    EpisodeFailure: from the environment or the engine; INFRA and ENV for answers that are none. No reward and no data then.
   """
   record = _Recorder()
   turn_index = 0
   try:
     at('the environment')
-    turn = await env.reset(task)
+    turn = check_answer(await env.reset(task), first=True)
     while True:
       if len(record.tokens) + len(turn.tokens) >= max_tokens:
         if turn_index == 0:
@@ -81,27 +84,24 @@ async def run_episode(
             FailureKind.DATA,
             f'the prompt of {task.prompt_id} has {len(turn.tokens)} tokens, and an episode {max_tokens}',
           )
-        outcome = env.cut()
+        outcome = check_answer(env.cut())
         break
       record.observe(turn.tokens)
       at('the engine')
-      generation = await engine.generate(
-        Request(
-          episode=episode,
-          tokens=np.asarray(record.tokens, np.int32),
-          max_new_tokens=min(max_turn_tokens, max_tokens - len(record.tokens)),
-          temperature=temperature,
-          seed=seed,
-        )
+      request = Request(
+        episode=episode,
+        tokens=np.asarray(record.tokens, np.int32),
+        max_new_tokens=min(max_turn_tokens, max_tokens - len(record.tokens)),
+        temperature=temperature,
+        seed=seed,
       )
-      if generation.finish_reason is FinishReason.ABORTED:
-        raise EpisodeFailure(FailureKind.INFRA, 'the engine aborted the generation')
+      generation = _check_generation(await engine.generate(request), request)
       record.act(generation, turn_index)
       if generation.finish_reason is not FinishReason.STOP:
-        outcome = env.cut()
+        outcome = check_answer(env.cut())
         break
       at('the environment')
-      result = await env.step(generation.tokens)
+      result = check_answer(await env.step(generation.tokens))
       if isinstance(result, Outcome):
         outcome = result
         break
@@ -110,6 +110,31 @@ async def run_episode(
     engine.release(episode)
     await env.close()
   return _finish(record, outcome, task, episode, group)
+
+
+def _check_generation(answer: Any, request: Request) -> Generation:
+  """The answer of an engine, which may be far away. Raises EpisodeFailure INFRA if it cannot be used."""
+  wrong = None
+  if not isinstance(answer, Generation):
+    wrong = f'with a {type(answer).__name__}'
+  elif answer.finish_reason is FinishReason.ABORTED:
+    raise EpisodeFailure(FailureKind.INFRA, 'the engine aborted the generation')
+  else:
+    tokens, logprobs = np.asarray(answer.tokens), np.asarray(answer.behavior_logprobs)
+    count = sum(n for _, n in answer.version_spans)
+    if not (tokens.shape == logprobs.shape == (count,)):
+      wrong = f'with {tokens.shape} tokens, {logprobs.shape} log-probabilities, {count} versions'
+    elif not 1 <= count <= request.max_new_tokens:
+      wrong = f'with {count} tokens, of {request.max_new_tokens} at most'
+    elif tokens.dtype.kind not in 'iu' or tokens.min() < 0:
+      wrong = 'with a token that is no id'
+    elif not (np.isfinite(logprobs) & (logprobs <= 0)).all():
+      wrong = 'with a log-probability that is not finite or above 0'
+    elif min(version for version, _ in answer.version_spans) < 0:
+      wrong = 'with a token of no version'
+  if wrong:
+    raise EpisodeFailure(FailureKind.INFRA, f'the engine answered {wrong}')
+  return answer
 
 
 def _finish(record, outcome: Outcome, task: Task, episode: str, group: str) -> Trajectory:

@@ -90,6 +90,8 @@ def _check_ranges(c: ConfigDict) -> None:
     section, name = field.split('.')
     if not 0 < c[section][name] < math.inf:
       raise ValueError(f'{field}={c[section][name]} must be a finite number above 0')
+  if not 0 <= c.sandbox.latency_s < math.inf:
+    raise ValueError(f'sandbox.latency_s={c.sandbox.latency_s} must be a finite number, 0 or more')
   for field in (
     'sao.discount',
     'sao.critic_lambda',
@@ -170,6 +172,7 @@ def _check_relations(c: ConfigDict) -> None:
   episode = ('runtime.episode_timeout_s', c.runtime.episode_timeout_s)
   stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
   failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
+  failures.check_deadlines([('sandbox.max_latency_s', c.sandbox.max_latency_s), episode])
   judging = c.env.grader_timeout_s * (c.runtime.grader_holds + 1)
   name = 'env.grader_timeout_s * (runtime.grader_holds + 1)'
   failures.check_deadlines([(name, judging), episode])

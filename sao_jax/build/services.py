@@ -2,12 +2,14 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from sao_jax import tokens
@@ -18,8 +20,8 @@ from sao_jax.envs.grading import Grader
 from sao_jax.envs.math_python import MathPython
 from sao_jax.rollout import run_episode
 from sao_jax.runtime.failures import holding
+from sao_jax.runtime.journal import Recorded
 from sao_jax.runtime.logical import Outside
-from sao_jax.runtime.replay import Recorded
 from sao_jax.runtime.watchdog import Waits
 from sao_jax.sandbox import PythonSandbox
 from sao_jax.types import Engine, Env, FailureKind, Task, Trajectory
@@ -81,6 +83,20 @@ async def play_on(
   )
 
 
+def delayed(
+  run: Callable[[str], Awaitable[Any]], scale_s: float, cap_s: float, seed: int
+) -> Callable[[str], Awaitable[Any]]:
+  """`run` after scale_s * Pareto(1.5) seconds, at most cap_s: a function of the code and the seed, equal in all modes."""
+
+  async def slow(code: str) -> Any:
+    words = [seed, zlib.crc32(code.encode('utf-8', 'surrogatepass'))]
+    latency = scale_s * (1 + np.random.default_rng(words).pareto(1.5))
+    await asyncio.sleep(min(latency, cap_s))
+    return await run(code)
+
+  return slow
+
+
 class Services:
   """Engines and grader, and how an episode is played on them and on a sandbox."""
 
@@ -111,6 +127,8 @@ class Services:
       run = outside.wrap(run, c.runtime.logical.tool_s)
       grade = outside.wrap(grade, c.runtime.logical.grade_s)
       self._close_grader = outside.wrap(grader.close, 0.0)
+    if c.sandbox.latency_s:
+      run = delayed(run, c.sandbox.latency_s, c.sandbox.max_latency_s, c.seed)
     held = holding(grade, FailureKind.GRADER, c.runtime.grader_holds, parts.limits.back_off)
     self._sandbox, self._grader = SimpleNamespace(run=run), SimpleNamespace(grade=held)
     self._drivers: list[asyncio.Task] = []

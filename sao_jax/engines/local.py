@@ -150,13 +150,16 @@ class LocalEngine:
       return frozenset(x.request.episode for x in self._slots.queue if not x.over())
 
   def health(self) -> dict[str, float]:
-    """Counters since the start. busy_s is the time of device work, from dispatch to fetch; see also `drive`."""
+    """Counters since the start. busy_s is the time of device work, from dispatch to fetch; see also `drive`.
+
+    slots_in_use are those of episodes that were not released.
+    """
     with self._condition:
       return dict(
         self._counters,
         version=self._version,
         compiles=1 + len(self._programs.prefill),
-        slots_in_use=len(self._slots.held),
+        slots_in_use=self._slots.in_use(),
         evictions=self._slots.evictions,
         broken_prefixes=self._slots.broken_prefixes,
         waiting=len(self._slots.queue),

@@ -100,6 +100,10 @@ class Slots:
   def running(self) -> list[Slot]:
     return [slot for slot in self.all if slot.opened is not None]
 
+  def in_use(self) -> int:
+    """Slots whose episode was not released."""
+    return sum(not (slot.opened and slot.opened.released) for slot in self.held.values())
+
   def decide(self) -> tuple[list[Slot], list[Open]]:
     """Begins a round: stops what is over, and gives slots to requests, first those of episodes that hold one, then in order.
 

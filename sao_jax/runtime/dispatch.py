@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.batching import check_trajectory, fingerprint
-from sao_jax.runtime.failures import BackOff, Breaker, RunFailed, may_retry
+from sao_jax.runtime.failures import BackOff, Breaker, RunFailed, may_retry, within
 from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.watchdog import Waits
 from sao_jax.types import EpisodeFailure, FailureKind, Task, Trajectory
@@ -209,6 +209,7 @@ class Dispatcher:
 
   def snapshot(self) -> tuple[dict[str, Any], list[Trajectory]]:
     """What a checkpoint needs to go on from here, and the finished episodes that no update has used."""
+    now = asyncio.get_running_loop().time()
     # Copies: a checkpoint is written beside episodes that go on.
     groups = [
       {'index': g.index, 'issued': {**g.issued}, 'failures': {**g.failures}, 'dead': g.dead}
@@ -221,7 +222,7 @@ class Dispatcher:
       'ready': [list(item) for item in self._ready],
       'completions': self._completions,
       'totals': dataclasses.asdict(self._totals),
-      'breakers': {name: dataclasses.asdict(b) for name, b in self._breakers.items()},
+      'breakers': {name: b.saved(now) for name, b in self._breakers.items()},
       'strikes': {**self._strikes},
     }, [t for g in self._groups.values() for t in g.finished]
 
@@ -249,7 +250,10 @@ class Dispatcher:
     self._totals = _Totals(**snapshot['totals'])
     self._ready = [tuple(item) for item in snapshot['ready']]
     self._completions, self._strikes = snapshot['completions'], {**snapshot['strikes']}
-    self._breakers = {name: Breaker(**fields) for name, fields in snapshot['breakers'].items()}
+    now = asyncio.get_running_loop().time()
+    self._breakers = {
+      name: Breaker.restored(fields, now) for name, fields in snapshot['breakers'].items()
+    }
     for saved in snapshot['groups']:
       self._groups[saved['index']] = _Group(task=self._task_at(saved['index']), **saved)
     for trajectory in trajectories:
@@ -315,12 +319,15 @@ class Dispatcher:
       self._ledger.record(episode, 'running', version=self.version)
       start = {'index': group.index, 'group': str(group.index), 'seed': seed}
       self._journal({'kind': 'start', 'episode': episode, **start})
-      trajectory = await asyncio.wait_for(
-        self._play(group.task, episode=episode, group=str(group.index), seed=seed), limit
+      trajectory = await within(
+        limit, self._play(group.task, episode=episode, group=str(group.index), seed=seed)
       )
       if not np.isfinite(trajectory.reward):
         raise EpisodeFailure(FailureKind.GRADER, f'reward {trajectory.reward} is not finite')
       check_trajectory(trajectory)
+      if (newest := trajectory.versions.max()) > self.version:
+        message = f'the engine answered with version {newest}, and {self.version} is the newest'
+        raise EpisodeFailure(FailureKind.INFRA, message)
     except TimeoutError:
       return EpisodeFailure(FailureKind.INFRA, f'no end within {limit} s')
     except EpisodeFailure as failure:
@@ -367,7 +374,8 @@ class Dispatcher:
     """Ends the episode without data, and issues its prompt again where that can help."""
     kind, prompt = failure.kind, group.task.prompt_id
     group.failures[member] = group.failures.get(member, 0) + 1
-    again = may_retry(kind, group.failures[member], self._limits.retries)
+    # Not while closing: an environment may answer its cancellation with a failure.
+    again = not self._closed and may_retry(kind, group.failures[member], self._limits.retries)
     if not again and kind is not FailureKind.AGENT:
       strikes = QUARANTINE_AFTER if kind is FailureKind.DATA else 1
       self._strikes[prompt] = self._strikes.get(prompt, 0) + strikes

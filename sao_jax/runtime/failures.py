@@ -13,12 +13,14 @@ bug     ours                                       ends the run
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sao_jax.types import EpisodeFailure, FailureKind
+
+CLEAN_UP_S = 10.0  # after each of two cancellations; what still runs then is left behind
 
 
 class RunFailed(Exception):
@@ -60,6 +62,27 @@ def holding(
   return held
 
 
+async def within(seconds: float, work: Coroutine) -> Any:
+  """The result of `work`, cancelled if it does not end in time. Unlike asyncio.wait_for it also ends if the cleaning up hangs.
+
+  Raises:
+    TimeoutError: it took longer, whatever it made of its cancellation.
+  """
+  task = asyncio.create_task(work)
+  try:
+    await asyncio.wait({task}, timeout=seconds)
+    if task.done():
+      return task.result()
+  finally:
+    for _ in range(2):  # the second ends a clean-up that hangs
+      if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLEAN_UP_S)
+    if task.done() and not task.cancelled():
+      task.exception()  # seen; the caller is told of the time
+  raise TimeoutError
+
+
 def check_deadlines(deadlines: Sequence[tuple[str, float]]) -> None:
   """Deadlines are given from the inside out; each must end before the next gives up.
 
@@ -97,6 +120,16 @@ class Breaker:
       self.trying = True
       return 0.0
     return max(self.open_until - now, self.cooldown_s)
+
+  def saved(self, now: float) -> dict[str, Any]:
+    """For a checkpoint. Another process has another time, and the episode that tries is lost with this one."""
+    left = None if self.open_until is None else max(self.open_until - now, 0.0)
+    return {**dataclasses.asdict(self), 'open_until': left, 'trying': False}
+
+  @classmethod
+  def restored(cls, saved: Mapping[str, Any], now: float) -> 'Breaker':
+    left = saved['open_until']
+    return cls(**{**saved, 'open_until': None if left is None else now + left})
 
   def success(self) -> None:
     self.in_row, self.openings, self.open_until, self.trying = 0, 0, None, False

@@ -1,21 +1,13 @@
-"""Record and replay: WORKDIR/replay.jsonl holds what a run owes to chance, and a replay does the rest again.
-
-  start     an episode begins to play: its prompt's index, its group, its seed
-  answer    what the environment said: a turn, an outcome, the outcome of a cut, or a failure
-  round     what the engine decided in one round, under which version, and a checksum of what it sampled
-  finished  an episode ended with data, and a checksum of it
-  take      the episodes of an update, in their order
-  update    the learner's new version, and a digest of its parameters
-  restart   the run went on from a checkpoint here; what was under way is gone
+"""Does a recorded run again, from its journal.
 
 Tools and time are not run again: their answers are in the record. Sampling, packing and learning are, with the same
 programs, and every checksum is compared.
 """
 
 import asyncio
+import collections
+import functools
 import json
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from sao_jax.batching import fingerprint
-from sao_jax.report.metrics import cut_tail
 from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.journal import FILE
 from sao_jax.types import (
-  Env,
   EpisodeFailure,
   FailureKind,
   Generation,
@@ -38,91 +29,19 @@ from sao_jax.types import (
   Turn,
 )
 
-FILE = 'replay.jsonl'
 _PASSES = (
   1000  # of the event loop, in which an episode must ask for what it asked for in the record
 )
 _TIMEOUT_S = 600.0  # of an episode that has all answers
 
 
-class Journal:
-  """The record under way. Engine, environments and dispatcher write, from their threads."""
-
-  def __init__(self, workdir: Path, *, resume_at: int):
-    """`resume_at`: bytes that the checkpoint counts on, 0 without one; later lines move to replay.lost.jsonl."""
-    path = workdir / FILE
-    cut_tail(path, resume_at, path.with_name('replay.lost.jsonl'))
-    self._lock = threading.Lock()
-    self._file = path.open('a')
-    if resume_at:
-      self({'kind': 'restart'})
-
-  def __call__(self, line: dict[str, Any]) -> None:
-    text = json.dumps(line, separators=(',', ':')) + '\n'
-    with self._lock:
-      if not self._file.closed:  # an engine's last round may end after the run
-        self._file.write(text)
-
-  async def updated(self, version: int, digest: str) -> None:
-    """The learner has made a version."""
-    self({'kind': 'update', 'version': version, 'digest': digest})
-
-  def offset(self) -> int:
-    """Bytes that are safely on disk."""
-    with self._lock:
-      self._file.flush()
-      os.fsync(self._file.fileno())
-      return self._file.tell()
-
-  def close(self) -> None:
-    """Idempotent."""
-    with self._lock:
-      self._file.close()
-
-
-class Recorded:
-  """An environment whose answers are recorded."""
-
-  def __init__(self, env: Env, episode: str, journal: Callable[[dict[str, Any]], None]):
-    self._env, self._episode, self._journal = env, episode, journal
-
-  async def reset(self, task: Task) -> Turn:
-    return await self._answer(self._env.reset(task))
-
-  async def step(self, action: np.ndarray) -> Turn | Outcome:
-    return await self._answer(self._env.step(action))
-
-  def cut(self) -> Outcome:
-    outcome = self._env.cut()
-    self._journal(self._line(outcome))
-    return outcome
-
-  async def close(self) -> None:
-    await self._env.close()
-
-  async def _answer(self, asked):
-    try:
-      answer = await asked
-    except EpisodeFailure as failure:
-      said = [failure.kind.value, str(failure).partition(': ')[2]]
-      self._journal({'kind': 'answer', 'episode': self._episode, 'failure': said})
-      raise
-    self._journal(self._line(answer))
-    return answer
-
-  def _line(self, answer: Turn | Outcome) -> dict[str, Any]:
-    line = {'kind': 'answer', 'episode': self._episode}
-    if isinstance(answer, Turn):
-      return {**line, 'turn': answer.tokens.tolist()}
-    o = answer
-    return {**line, 'outcome': [o.reward, o.terminated, o.truncated, o.stop_reason.value, o.info]}
-
-
 class _Answers:
   """An environment that says again what the record says that it said."""
 
-  def __init__(self):
+  def __init__(self, ahead: Callable[[], dict[str, Any]]):
+    """`ahead`: the next answer to this episode in the lines of the record that were not read yet."""
     self.lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    self._ahead = ahead
 
   async def reset(self, task: Task) -> Turn:
     return _answer(await self.lines.get())
@@ -131,7 +50,8 @@ class _Answers:
     return _answer(await self.lines.get())
 
   def cut(self) -> Outcome:
-    return _answer(self.lines.get_nowait())
+    # It was asked for as the engine answered, and stands behind that in the record.
+    return _answer(self._ahead() if self.lines.empty() else self.lines.get_nowait())
 
   async def close(self) -> None:
     pass
@@ -186,6 +106,7 @@ class Replayer:
     make_engine: (params, version) -> a LocalEngine that is not started.
     """
     self._lines, self._play, self._task_at = lines, play, task_at
+    self._ahead: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._make_engine, self._engine = make_engine, None
     self._params: dict[int, Any] = {}  # versions that rounds may still use
     self._loaded = -1
@@ -204,15 +125,14 @@ class Replayer:
   def release(self, episode: str) -> None:
     """The record frees the slots."""
 
-  async def take(self, episodes: int, *, in_order: bool = False) -> list[Trajectory]:
+  async def take(self, episodes: int) -> list[Trajectory]:
     """Goes on in the record up to the next batch.
 
     Raises:
       Diverged: with the line and what differs there.
       Ended: there is no further batch.
     """
-    for number, line in self._lines:
-      self._number = number
+    for line in self._following():
       if line['kind'] == 'take':
         if missing := [e for e in line['episodes'] if e not in self._finished]:
           raise self._diverged(f'{missing[0]} is taken and has not finished')
@@ -222,8 +142,7 @@ class Replayer:
 
   async def updated(self, version: int, digest: str) -> None:
     """Compares the learner's parameters with the record's at this version."""
-    for number, line in self._lines:
-      self._number = number
+    for line in self._following():
       if line['kind'] == 'update':
         if (line['version'], line['digest']) != (version, digest):
           raise self._diverged(f'update {version} gave {digest} and not {line["digest"]}')
@@ -233,17 +152,38 @@ class Replayer:
     raise Ended
 
   async def close(self) -> None:
-    """Ends what still plays."""
+    """Ends what still plays, and the engine."""
+    if self._engine is not None:
+      self._engine.close()
+      self._engine = None
     tasks = [task for task, _ in self._playing.values()]
     self._playing.clear()
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
+  def _following(self) -> Iterator[dict[str, Any]]:
+    while self._ahead or (read := next(self._lines, None)):
+      self._number, line = self._ahead.popleft() if self._ahead else read
+      yield line
+
+  def _answer_ahead(self, episode: str) -> dict[str, Any]:
+    """Takes the next answer to the episode out of what was not read yet."""
+    wanted = lambda line: line['kind'] == 'answer' and line['episode'] == episode
+    for place, (_, line) in enumerate(self._ahead):
+      if wanted(line):
+        del self._ahead[place]
+        return line
+    for number, line in self._lines:
+      if wanted(line):
+        return line
+      self._ahead.append((number, line))
+    raise Ended
+
   async def _do(self, line: dict[str, Any]) -> None:
     kind, episode = line['kind'], line.get('episode')
     if kind == 'start':
-      answers = _Answers()
+      answers = _Answers(functools.partial(self._answer_ahead, episode))
       playing = self._play(
         answers,
         self,
@@ -252,7 +192,11 @@ class Replayer:
         group=line['group'],
         seed=line['seed'],
       )
-      self._playing[episode] = asyncio.create_task(playing), answers
+      task = asyncio.create_task(playing)
+      task.add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+      )  # some failed then, too
+      self._playing[episode] = task, answers
     elif kind == 'answer' and episode in self._playing:
       self._playing[episode][1].lines.put_nowait(line)
     elif kind == 'round':
@@ -261,7 +205,6 @@ class Replayer:
       await self._finish(episode, line['digest'])
     elif kind == 'restart':
       await self.close()
-      self._engine = None
 
   def _engine_now(self):
     """The engine; after a restart a new one, on the newest parameters."""
