@@ -55,7 +55,9 @@ def _embedded() -> ConfigDict:
   c.sandbox.timeout_s = 2.0  # of one call
   c.sandbox.memory_mb = 256  # of one call
   c.sandbox.output_bytes = 4096  # read from one call
-  c.sandbox.latency_s = 0.0  # for studies of asynchrony: each call takes this much longer, times Pareto(1.5)
+  c.sandbox.latency_s = (
+    0.0  # for studies of asynchrony: each call takes this much longer, times Pareto(1.5)
+  )
   c.sandbox.max_latency_s = 30.0  # and no more
 
   c.model = ConfigDict()
@@ -159,10 +161,10 @@ def _embedded() -> ConfigDict:
   c.runtime.mode = 'async'
   c.runtime.pipeline_depth = 1  # batches in flight beyond the one that trains: the usual lag
   c.runtime.max_staleness = 8  # versions; older tokens are masked and counted
-  c.runtime.consume = 'oldest_started'  # or 'completion' order, which is biased to short episodes
-  c.runtime.late = (
-    'mask'  # tokens beyond max_staleness; or 'drop' their episodes, which is biased too
+  c.runtime.consume = (
+    'oldest_started'  # or 'completion' order, under which long episodes are staler (docs/bias.md)
   )
+  c.runtime.late = 'mask'  # tokens beyond max_staleness; or 'drop' their episodes, which is biased to short ones (docs/bias.md)
   c.runtime.record = True  # what `run.py --replay=WORKDIR` needs, in replay.jsonl
   c.runtime.retries = ConfigDict()  # further episodes of a prompt after a failure of this kind
   c.runtime.retries.infra = 2

@@ -1,5 +1,6 @@
 """Trajectories to a packed batch of fixed shape, on the host."""
 
+import json
 import numbers
 import zlib
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
     first: it is that of `reset`, which must be a turn.
 
   Raises:
-    EpisodeFailure: ENV, it is neither a turn of some token ids nor an outcome with a number and a dict.
+    EpisodeFailure: ENV, it is neither a turn of some token ids nor an outcome with a number and a dict for JSON.
   """
   wrong = None
   if isinstance(answer, Turn):
@@ -39,11 +40,22 @@ def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
       wrong = f'the reward {answer.reward!r:.80}'
     elif not (isinstance(answer.stop_reason, StopReason) and isinstance(answer.info, dict)):
       wrong = f'an outcome with {answer.stop_reason!r:.80} and {type(answer.info).__name__}'
+    elif not _is_plain(answer.info):
+      wrong = 'info that JSON cannot hold'
   else:
     wrong = f'a {type(answer).__name__}'
   if wrong:
     raise EpisodeFailure(FailureKind.ENV, f'the environment answered {wrong}')
   return answer
+
+
+def _is_plain(info: dict[str, Any]) -> bool:
+  """Whether a checkpoint can hold it."""
+  try:
+    json.dumps(info, default=np.generic.item)
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

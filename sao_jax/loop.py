@@ -124,10 +124,13 @@ async def learn(
   learning: Learning, state: TrainState, trajectories: list[Trajectory]
 ) -> tuple[TrainState, dict[str, float]]:
   """One update, published. The record has its digest before anything samples with it."""
-  batch = prepare(learning, trajectories, int(state.step))
+  version = int(state.step)  # read before the update, which takes the state
+  batch = prepare(learning, trajectories, version)
   state, measured, digest = await learning.work(
     UPDATE, update_once, learning.learner.update, state, batch
   )
+  if int(state.step) != version + 1:
+    raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
   if learning.journal is not None:
     await learning.journal.updated(int(state.step), digest)
   publish(learning.engine, state)
@@ -251,8 +254,14 @@ def update_once(update, state: TrainState, batch: Batch):
 
 
 def digest_of(state: TrainState) -> str:
-  """Of every bit of policy and critic: equal digests are equal parameters."""
+  """Of every bit of policy and critic: equal digests are equal parameters.
+
+  Raises:
+    RollBack: a parameter is not finite: nobody may sample with it, and no checkpoint hold it.
+  """
   total = hashlib.sha256()
   for leaf in jax.tree.leaves(jax.device_get((state.policy, state.critic))):
+    if not np.isfinite(leaf).all():
+      raise RollBack('a parameter is not finite')
     total.update(np.ascontiguousarray(leaf).tobytes())
   return total.hexdigest()[:16]

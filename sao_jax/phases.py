@@ -311,6 +311,8 @@ async def _improve(
   except RollBack as alarm:
     run.ending = 'rollback'
     limit = parts.config.train.max_rollbacks
+    if not checkpoint.steps(run.workdir / 'checkpoints' / 'rl'):
+      raise RunFailed(f'{alarm}, in value pretraining: lower critic.learning_rate') from alarm
     if run.rollbacks >= limit:
       raise RunFailed(
         f'{alarm}, after {run.rollbacks} roll-backs (train.max_rollbacks={limit}): lower policy.learning_rate or '

@@ -54,6 +54,7 @@ async def run_episode(
   temperature: float,
   max_turn_tokens: int,
   max_tokens: int,
+  vocab_size: int,
   at: Callable[[str], None],
 ) -> Trajectory:
   """Plays one episode to its end and returns it token by token.
@@ -67,6 +68,7 @@ async def run_episode(
     temperature: of sampling, > 0.
     max_turn_tokens: sampled tokens a turn.
     max_tokens: tokens of the whole episode, prompt and observations included.
+    vocab_size: token ids are below it.
     at: told what the episode waits for from now on: 'the environment' or 'the engine'.
 
   Raises:
@@ -95,7 +97,7 @@ async def run_episode(
         temperature=temperature,
         seed=seed,
       )
-      generation = _check_generation(await engine.generate(request), request)
+      generation = _check_generation(await engine.generate(request), request, vocab_size)
       record.act(generation, turn_index)
       if generation.finish_reason is not FinishReason.STOP:
         outcome = check_answer(env.cut())
@@ -112,7 +114,7 @@ async def run_episode(
   return _finish(record, outcome, task, episode, group)
 
 
-def _check_generation(answer: Any, request: Request) -> Generation:
+def _check_generation(answer: Any, request: Request, vocab_size: int) -> Generation:
   """The answer of an engine, which may be far away. Raises EpisodeFailure INFRA if it cannot be used."""
   wrong = None
   if not isinstance(answer, Generation):
@@ -126,8 +128,8 @@ def _check_generation(answer: Any, request: Request) -> Generation:
       wrong = f'with {tokens.shape} tokens, {logprobs.shape} log-probabilities, {count} versions'
     elif not 1 <= count <= request.max_new_tokens:
       wrong = f'with {count} tokens, of {request.max_new_tokens} at most'
-    elif tokens.dtype.kind not in 'iu' or tokens.min() < 0:
-      wrong = 'with a token that is no id'
+    elif tokens.dtype.kind not in 'iu' or not 0 <= tokens.min() <= tokens.max() < vocab_size:
+      wrong = f'with a token that is no id below {vocab_size}'
     elif not (np.isfinite(logprobs) & (logprobs <= 0)).all():
       wrong = 'with a log-probability that is not finite or above 0'
     elif min(version for version, _ in answer.version_spans) < 0:

@@ -325,10 +325,8 @@ class File(io.FileIO):
     self._component, self._injection, self._full = component, injection, False
 
   def write(self, data) -> int:
-    injection, (kind, moment) = (
-      self._injection,
-      (self._injection.fault.kind, self._injection.fault.moment),
-    )
+    injection = self._injection
+    kind, moment = injection.fault.kind, injection.fault.moment
     if self._full:
       self._full = False
       raise OSError(*NO_SPACE)
@@ -340,9 +338,8 @@ class File(io.FileIO):
     if part:
       super().write(data[:part])
     if kind in ('exception', 'partial') and part:
-      self._full = (
-        kind == 'exception'
-      )  # write(2) tells of the part that it wrote, and fails at the next call
+      # write(2) tells of the part that it wrote, and fails at the next call.
+      self._full = kind == 'exception'
       return part
     injection.strike(OSError(*NO_SPACE), blocks=True)
     return part + (super().write(data[part:]) if part < len(data) else 0)
@@ -481,7 +478,7 @@ async def live(injection: Injection) -> learner.TrainState:
       EPISODE.set(episode)
       env = Recorded(Environment(injection), episode, journal)
       at = functools.partial(waits.begin, f'episode {episode}')
-      numbers = {'temperature': 1.0, 'max_turn_tokens': 8, 'max_tokens': 64}
+      numbers = {'temperature': 1.0, 'max_turn_tokens': 8, 'max_tokens': 64, 'vocab_size': VOCAB}
       return await run_episode(env, engines, task, episode=episode, at=at, **numbers, **rest)
 
     dispatcher = Dispatcher(

@@ -58,6 +58,7 @@ def test_the_episode_goes_on_and_the_next_one_is_intact(name):
       temperature=1.0,
       max_turn_tokens=400,
       max_tokens=1000,
+      vocab_size=tokens.VOCAB_SIZE,
       at=lambda what: None,
     )
 

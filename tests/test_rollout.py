@@ -92,6 +92,7 @@ LIMITS = {
   'temperature': 0.7,
   'max_turn_tokens': 8,
   'max_tokens': 100,
+  'vocab_size': 100,
   'at': lambda what: None,
 }
 

@@ -162,6 +162,7 @@ def on_fake_engine(
       temperature=1.0,
       max_turn_tokens=cap,
       max_tokens=turns * (cap + 1) + 1,
+      vocab_size=len(_LOGITS),
       at=lambda what: None,
     )
 

@@ -79,6 +79,7 @@ async def play_on(
     temperature=c.env.temperature,
     max_turn_tokens=c.env.max_turn_tokens,
     max_tokens=c.env.max_tokens,
+    vocab_size=tokens.VOCAB_SIZE,
     at=at,
   )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sao_jax.envs.problems import noop_action, oracle_action
 from sao_jax.tokens import Answer, ChatFormat, NoAction, observation_text
-from sao_jax.types import Env, Outcome, StopReason, Task, Turn
+from sao_jax.types import Env, EpisodeFailure, FailureKind, Outcome, StopReason, Task, Turn
 
 _TOOL_ERRORS = ('error', 'timeout', 'killed')
 
@@ -82,12 +82,16 @@ class MathPython:
       return self._end(0.0, StopReason.NO_ANSWER)
     if isinstance(parsed, Answer):
       correct = await self._grader.grade(parsed.text, self._task.answer)
+      if not isinstance(correct, bool):
+        raise EpisodeFailure(FailureKind.GRADER, f'the grader answered {correct!r:.80}')
       self._info |= {'answer': parsed.text, 'correct': correct}
       return self._end(float(correct), StopReason.ANSWERED)
     self._info['tool_calls'] += 1
     if self._info['turns'] == self._max_turns:
       return self._end(0.0, StopReason.TURN_LIMIT)
     result = await self._sandbox.run(parsed.code)
+    if not isinstance(result.output, str):
+      raise EpisodeFailure(FailureKind.ENV, f'the tool answered {type(result.output).__name__}')
     self._info['tool_errors'] += result.status in _TOOL_ERRORS
     observation = observation_text(result.output, result.status, limit=self._observation_bytes)
     self._acting = True

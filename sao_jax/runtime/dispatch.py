@@ -20,6 +20,7 @@ Journal = Callable[[dict[str, Any]], None]  # a line of what a replay needs
 
 QUARANTINE_AFTER = 2  # visits of a prompt whose episodes all failed; at once if the task is broken
 _MOST_SKIPPED = 100_000  # prompts in a row that are in quarantine
+_MOST_LATE = 10  # times the capacity, in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Limits:
   seed: int
   group_size: int
   capacity: int  # episodes in the system; see admission.capacity
-  consume: str  # 'oldest_started', or 'completion' order, which prefers short episodes
+  consume: str  # 'oldest_started', or 'completion' order, under which long episodes are staler
   late: str  # 'mask', or 'drop' an episode with a token beyond max_staleness, which prefers short ones too
   max_staleness: int
   retries: Mapping[str, int]  # kind of failure -> further episodes of a prompt after it
@@ -97,7 +98,7 @@ class Dispatcher:
       journal: told of what a replay needs: starts and finished episodes.
     """
     self._play, self._task_at, self._ledger, self._limits = play, task_at, ledger, limits
-    self._waits, self._journal = waits, journal or (lambda line: None)
+    self._waits, self._journal = waits, journal
     self._needed, self.version = episodes_needed, version
     self._breakers: dict[str, Breaker] = {}
     self._strikes: dict[str, int] = {}  # prompt -> visits that failed for good
@@ -108,7 +109,7 @@ class Dispatcher:
     self._error: Exception | None = None
     self._totals = _Totals()
     self._next = 0
-    self._completions = 0
+    self._completions = self._late_in_row = 0
     self._paused = self._closed = False
     if snapshot is not None:
       self._restore(snapshot, trajectories)
@@ -150,7 +151,8 @@ class Dispatcher:
     if in_order:
       self._forget_ready()
     trajectories = [trajectory for group in taken for trajectory in group.finished]
-    self._journal({'kind': 'take', 'episodes': [t.episode for t in trajectories]})
+    if self._journal is not None:
+      self._journal({'kind': 'take', 'episodes': [t.episode for t in trajectories]})
     return trajectories
 
   async def drain(self) -> None:
@@ -318,7 +320,8 @@ class Dispatcher:
       await self._admit(group.task, episode, failures, seed)
       self._ledger.record(episode, 'running', version=self.version)
       start = {'index': group.index, 'group': str(group.index), 'seed': seed}
-      self._journal({'kind': 'start', 'episode': episode, **start})
+      if self._journal is not None:
+        self._journal({'kind': 'start', 'episode': episode, **start})
       trajectory = await within(
         limit, self._play(group.task, episode=episode, group=str(group.index), seed=seed)
       )
@@ -346,7 +349,8 @@ class Dispatcher:
         for what, seconds in self._waits.end(_who(episode)).items()
       },
     )
-    self._journal({'kind': 'finished', 'episode': episode, 'digest': fingerprint(trajectory)})
+    if self._journal is not None:
+      self._journal({'kind': 'finished', 'episode': episode, 'digest': fingerprint(trajectory)})
     self._breaker(group.task).success()
     self._totals.episodes += 1
     self._totals.reward += trajectory.reward
@@ -374,9 +378,8 @@ class Dispatcher:
     """Ends the episode without data, and issues its prompt again where that can help."""
     kind, prompt = failure.kind, group.task.prompt_id
     group.failures[member] = group.failures.get(member, 0) + 1
-    # Not while closing: an environment may answer its cancellation with a failure.
-    again = not self._closed and may_retry(kind, group.failures[member], self._limits.retries)
-    if not again and kind is not FailureKind.AGENT:
+    again = may_retry(kind, group.failures[member], self._limits.retries)
+    if not again and kind not in (FailureKind.AGENT, FailureKind.INFRA):  # not the task's fault
       strikes = QUARANTINE_AFTER if kind is FailureKind.DATA else 1
       self._strikes[prompt] = self._strikes.get(prompt, 0) + strikes
     quarantined = self._strikes.get(prompt, 0) >= QUARANTINE_AFTER
@@ -418,11 +421,20 @@ class Dispatcher:
     """Where late is 'drop': finished groups with a token that is too old by now give their room to others."""
     if self._limits.late != 'drop':
       return
-    oldest = self.version - self._limits.max_staleness
+    oldest, dropped = self.version - self._limits.max_staleness, 0
     for index in indices:
       finished = self._groups[index].finished
       if any(t.versions[t.mask].min() < oldest for t in finished):
         self._drop_finished(self._groups.pop(index), FailureKind.STALE.value)
+        dropped += 1
+    if not dropped:
+      self._late_in_row = 0
+      return
+    self._late_in_row += dropped
+    if self._late_in_row > _MOST_LATE * self._limits.capacity:
+      raise RunFailed(
+        f'{self._late_in_row} episodes in a row were late: raise runtime.max_staleness'
+      )
     self._forget_ready()
     self.fill()
 

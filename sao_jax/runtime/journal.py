@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sao_jax.batching import check_answer
 from sao_jax.report.metrics import cut_tail
 from sao_jax.types import Env, EpisodeFailure, Outcome, Task, Turn
 
@@ -37,7 +38,7 @@ class Journal:
       self({'kind': 'restart'})
 
   def __call__(self, line: dict[str, Any]) -> None:
-    text = json.dumps(line, separators=(',', ':')) + '\n'
+    text = json.dumps(line, separators=(',', ':'), default=np.generic.item) + '\n'
     with self._lock:
       if not self._file.closed:  # an engine's last round may end after the run
         self._file.write(text)
@@ -66,22 +67,22 @@ class Recorded:
     self._env, self._episode, self._journal = env, episode, journal
 
   async def reset(self, task: Task) -> Turn:
-    return await self._answer(self._env.reset(task))
+    return await self._answer(self._env.reset(task), first=True)
 
   async def step(self, action: np.ndarray) -> Turn | Outcome:
     return await self._answer(self._env.step(action))
 
   def cut(self) -> Outcome:
-    outcome = self._env.cut()
+    outcome = check_answer(self._env.cut())
     self._journal(self._line(outcome))
     return outcome
 
   async def close(self) -> None:
     await self._env.close()
 
-  async def _answer(self, asked):
+  async def _answer(self, asked, *, first: bool = False):
     try:
-      answer = await asked
+      answer = check_answer(await asked, first=first)
     except EpisodeFailure as failure:
       said = [failure.kind.value, str(failure).partition(': ')[2]]
       self._journal({'kind': 'answer', 'episode': self._episode, 'failure': said})

@@ -51,9 +51,14 @@ class Ledger:
     else:
       cut_tail(path, resume_at, path.with_name('events.lost.jsonl'))
       with path.open() as lines:
-        for line in lines:
-          row = json.loads(line)
-          self._apply(row['episode'], row['prompt'], row['event'], row['reason'])
+        for number, line in enumerate(lines, start=1):
+          try:
+            row = json.loads(line)
+            self._apply(row['episode'], row['prompt'], row['event'], row['reason'])
+          except (ValueError, KeyError, TypeError) as error:
+            raise LedgerError(
+              f'{path}, line {number} is damaged: restore the file, or remove the checkpoints that count on it'
+            ) from error
     self._file = path.open('a')
 
   def record(
