@@ -1,6 +1,6 @@
 """Says in words how a run is doing: why the learner waited, what was lost and why, whether lengths are biased, how stale weights were.
 
-  python experiments/doctor.py --workdir=runs/NAME
+  python experiments/doctor.py runs/NAME
 
 Reads the folder only; a run may be under way in it.
 """
@@ -16,9 +16,13 @@ def main(argv: Sequence[str]) -> None:
   from sao_jax.report.doctor import diagnose
 
   with commands.input_errors():
-    values = commands.parse(argv, _define)
+    # A bare argument is the folder.
+    flagged = [a if a.startswith('-') else f'--workdir={a}' for a in argv[1:]]
+    values = commands.parse([argv[0], *flagged], _define)
     if not values.workdir:
-      raise ValueError('--workdir is missing: for example --workdir=runs/beyondaime-sao')
+      raise ValueError(
+        'name the folder of a run: for example experiments/doctor.py runs/beyondaime-sao'
+      )
     print(diagnose(Path(values.workdir)))
 
 

@@ -20,7 +20,6 @@ def main(argv: Sequence[str]) -> None:
   from sao_jax import workdir as run_workdir
   from sao_jax.envs.prompts import load_problems
   from sao_jax.evaluate import evaluate
-  from sao_jax.runtime.watchdog import Waits
 
   with commands.input_errors():
     values = commands.parse(argv, _define)
@@ -46,10 +45,7 @@ def main(argv: Sequence[str]) -> None:
     output = open(values.output, 'w') if values.output else None
 
   async def score():
-    waits = Waits(asyncio.get_running_loop().time)
-    programs = build.programs_of(parts, params)
-    services = build.Services(parts, programs, params, sandbox, waits=waits)
-    async with phases.closing(services.close, sandbox.close):
+    async with phases.serving(parts, params, sandbox) as services:
       return await evaluate(
         services.evaluation_play,
         tasks,

@@ -108,12 +108,7 @@ async def execute(
       )
     programs = build.programs_of(parts, warm)
     place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
-    back = None
-    while True:
-      try:
-        return await learn(place, warm, back)
-      except _GoBack as alarm:
-        back = alarm
+    return await learn(place, warm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +167,15 @@ async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
     raise failure
 
 
+@contextlib.asynccontextmanager
+async def serving(parts: build.Parts, params: Any, sandbox: Any) -> AsyncIterator[build.Services]:
+  """Engines and grader outside of a run, on a real clock; the sandbox is closed with them."""
+  waits = watchdog.Waits(asyncio.get_running_loop().time)
+  services = build.Services(parts, build.programs_of(parts, params), params, sandbox, waits=waits)
+  async with closing(services.close, sandbox.close):
+    yield services
+
+
 def fresh_state(parts: build.Parts, policy: Any) -> TrainState:
   """At version 0, from a copy of the policy. Value pretraining gives the critic its head."""
   c, policy = parts.config, jax.tree.map(jnp.copy, policy)
@@ -194,8 +198,17 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
   )
 
 
-async def learn(place: Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
-  """Value pretraining and RL, from the last checkpoint on if there is one."""
+async def learn(place: Place, warm: Any) -> dict[str, float]:
+  """Value pretraining and RL, from the last checkpoint on if there is one, and back to it when the run diverges."""
+  back = None
+  while True:
+    try:
+      return await _attempt(place, warm, back)
+    except _GoBack as alarm:
+      back = alarm
+
+
+async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
   parts, workdir, waits = place.parts, place.workdir, place.waits
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
   state, host, trajectories = fresh_state(parts, warm), {}, ()

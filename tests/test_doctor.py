@@ -371,7 +371,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
   command.main(['doctor', f'--workdir={folder(tmp_path / "w", played("0-0-0"))}'])
   assert '## Episodes' in capsys.readouterr().out
   done = subprocess.run(
-    [sys.executable, str(EXPERIMENTS / 'doctor.py'), f'--workdir={tmp_path}'],
+    [sys.executable, str(EXPERIMENTS / 'doctor.py'), str(tmp_path)],
     cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
   )  # fmt: skip
   assert done.returncode == 2 and 'holds no run' in done.stderr and not done.stdout

@@ -1,7 +1,9 @@
 """The commands as a user runs them: a whole tiny run, kill and resume, signals, bad input."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -209,16 +211,65 @@ def wait_for_update(process, workdir, step: int) -> None:
   raise AssertionError(f'update {step} did not come: {process.communicate()[1][-2000:]}')
 
 
-def test_kill_9_in_the_middle_of_rl_then_resume(finished, cache, tmp_path):
-  workdir = tmp_path / 'killed'
-  process = start(cache, workdir)
-  wait_for_update(process, workdir, 5)
-  process.kill()
-  process.wait()
-  process.communicate()
+def descendants(pid: int) -> set[int]:
+  """Processes below one, as far down as they go."""
+  parents = {}
+  for path in Path('/proc').glob('[0-9]*/stat'):
+    with contextlib.suppress(OSError):
+      parents[int(path.parent.name)] = int(path.read_text().rpartition(')')[2].split()[1])
+  found, new = set(), {pid}
+  while new:
+    new = {child for child, parent in parents.items() if parent in new} - found
+    found |= new
+  return found
+
+
+def alive(pid: int) -> bool:
+  try:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+  except OSError:
+    return False
+
+
+def check_log_so_far(workdir) -> int:
+  """Of a run that was killed: whole lines are sound, nothing is trained twice. The number of whole lines."""
+  path = workdir / 'events.jsonl'
+  text = path.read_text() if path.exists() else ''
+  events = [json.loads(line) for line in text.split('\n')[:-1]]
+  trained = [row['episode'] for row in events if row['event'] == 'trained']
+  assert len(trained) == len(set(trained))
+  return len(events)
+
+
+@pytest.mark.timeout(900)
+def test_kill_9_at_20_random_times_resumed_each_time(finished, cache, tmp_path):
+  """Half of the kills come at any time of a process, start-up included; half soon after new lines of the log."""
+  workdir, chance = tmp_path / 'killed', random.Random(0)
+  finished_early = 0
+  for kill in range(20):
+    process = start(cache, workdir)
+    if kill % 2:
+      time.sleep(chance.uniform(0.0, 8.0))
+    else:
+      deadline, before = time.monotonic() + 60, check_log_so_far(workdir)
+      while time.monotonic() < deadline and process.poll() is None:
+        if check_log_so_far(workdir) not in (0, before):
+          break
+        time.sleep(0.02)
+      time.sleep(chance.uniform(0.0, 0.5))
+    children = descendants(process.pid)
+    finished_early += process.poll() is not None
+    process.kill()
+    _, errors = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), errors[-3000:]
+    deadline = time.monotonic() + 10
+    while any(map(alive, children)):
+      assert time.monotonic() < deadline, f'left behind: {children}'
+      time.sleep(0.05)
+    check_log_so_far(workdir)
+  assert finished_early <= 10  # most of the kills struck
   done = call(cache, command('run.py', *run_flags(workdir, **LONGER)))
   assert done.returncode == 0, done.stderr[-3000:]
-  assert 'resumed at update' in done.stdout
   check_ledger(workdir, steps=40)
   check_metrics(workdir, steps=40)
 

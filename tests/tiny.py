@@ -37,7 +37,7 @@ SETTINGS = {
   'train__num_steps': 12,
   'train__batch_size': 4,
   'train__micro_rows': 4,  # one shape of a batch: `compiles` is the same in every process
-  'train__save_every': 5,
+  'train__save_every': 6,
   'train__keep': 1,
   'sao__policy_freeze_steps': 1,
   'policy__learning_rate': 3e-3,
@@ -68,8 +68,13 @@ def make() -> World:
   return World(params, build.programs_of(parts, params), Outside(120.0))
 
 
+_LEARNER = []  # compiled once for all parts: their configs differ in the runtime only
+
+
 def parts_of(**changes) -> build.Parts:
-  return build.parts(config(**{**SETTINGS, **changes}))
+  parts = build.parts(config(**{**SETTINGS, **changes}))
+  _LEARNER[:] = _LEARNER or [parts.learner]
+  return dataclasses.replace(parts, learner=_LEARNER[0])
 
 
 def rewarded():
@@ -118,7 +123,7 @@ def run(
 
     try:
       with rewarded(), mock.patch.object(Ledger, 'record', counted):
-        await phases.learn(place, world.warm, None)
+        await phases.learn(place, world.warm)
     finally:
       if own:
         await own.close()

@@ -29,6 +29,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     self._outside = 0  # calls that are out on an executor
     self._out_since = 0.0  # real time
     super().__init__(_Jumps(self, patience_s))
+    # A nanosecond by default, which is lost in rounding after some months: then no timer would ever be due.
+    self._clock_resolution = 1e-6
 
   def time(self) -> float:
     """Logical seconds."""
