@@ -172,7 +172,7 @@ def _embedded() -> ConfigDict:
   c.runtime.retries.grader = 1
   c.runtime.back_off_s = 0.2  # before the first retry; doubled for each further one
   c.runtime.max_back_off_s = 5.0
-  c.runtime.grader_holds = 3  # times that an answer is judged again when the grader is out
+  c.runtime.grader_holds = 2  # times that an answer is judged again when the grader is out
   c.runtime.max_failures_in_row = 64  # of one environment: its breaker opens
   c.runtime.breaker_cooldown_s = 5.0  # before one episode may try again; doubled each time
   c.runtime.breaker_openings = 2  # in a row; at the next the run ends with exit code 3

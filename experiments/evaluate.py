@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
         concurrency=services.evaluation_slots,
         timeout_s=parts.limits.episode_timeout_s,
         retries=parts.limits.retries,
+        back_off=parts.limits.back_off,
       )
 
   result = asyncio.run(score())

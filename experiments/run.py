@@ -7,6 +7,7 @@ python experiments/run.py --replay=runs/NAME     does that run again from its re
 
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,22 +38,29 @@ def main(argv: Sequence[str]) -> None:
 
     async def until_signal():
       stop = asyncio.Event()
-      loop = asyncio.get_running_loop()
 
       def on_signal(number):
         stop.set()
-        loop.remove_signal_handler(number)  # a second one ends the process at once
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
         seconds = config.runtime.stop_timeout_s
-        exit_after(
-          seconds, commands.STOPPED, f'stopped, after {seconds} s in vain; {commands.GOES_ON}'
-        )
+        late = f'stopped, after {seconds} s in vain; {commands.GOES_ON}'
+        timers.append(exit_after(seconds, commands.STOPPED, late))
 
       for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-      return await phases.execute(parts, workdir, stop=stop, screen=panel)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+      try:
+        return await phases.execute(parts, workdir, stop=stop, screen=panel)
+      finally:
+        left = f'failed: tasks that cannot be cancelled kept the process for {phases.CLOSE_S} s'
+        timers.append(exit_after(phases.CLOSE_S, commands.FAILED, left))
 
-    with lock, asyncio.Runner(loop_factory=phases.event_loop(parts)) as runner:
-      result = runner.run(until_signal())
+    timers = []
+    try:
+      with lock, asyncio.Runner(loop_factory=phases.event_loop(parts)) as runner:
+        result = runner.run(until_signal())
+    finally:
+      for cancel in timers:
+        cancel()
   first = run_workdir.first_evaluation(workdir)
   print(f'curves: {plot_run(workdir)}')
   print(
@@ -95,4 +103,4 @@ def _define(values: flags.FlagValues) -> None:
 
 
 if __name__ == '__main__':
-  commands.run(main)
+  commands.run(main, resumable=not any(a.startswith('--replay') for a in sys.argv))

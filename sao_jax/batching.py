@@ -1,7 +1,6 @@
 """Trajectories to a packed batch of fixed shape, on the host."""
 
 import json
-import numbers
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,8 @@ from sao_jax.types import (
   Trajectory,
   Turn,
 )
+
+_NUMBER = (int, float, np.integer, np.floating, np.bool_)
 
 
 def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
@@ -36,8 +37,10 @@ def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
     elif not len(tokens) or tokens.min() < 0:
       wrong = 'a turn without tokens or with one below 0'
   elif isinstance(answer, Outcome) and not first:
-    if not (answer.reward is None or isinstance(answer.reward, numbers.Real | np.bool_)):
+    if not (answer.reward is None or isinstance(answer.reward, _NUMBER)):
       wrong = f'the reward {answer.reward!r:.80}'
+    elif not all(isinstance(x, bool | np.bool_) for x in (answer.terminated, answer.truncated)):
+      wrong = f'terminated {answer.terminated!r:.40} and truncated {answer.truncated!r:.40}'
     elif not (isinstance(answer.stop_reason, StopReason) and isinstance(answer.info, dict)):
       wrong = f'an outcome with {answer.stop_reason!r:.80} and {type(answer.info).__name__}'
     elif not _is_plain(answer.info):
@@ -50,12 +53,11 @@ def check_answer(answer: Any, *, first: bool = False) -> Turn | Outcome:
 
 
 def _is_plain(info: dict[str, Any]) -> bool:
-  """Whether a checkpoint can hold it."""
+  """Whether a checkpoint can hold it: keys must not turn into other keys."""
   try:
-    json.dumps(info, default=np.generic.item)
+    return json.loads(json.dumps(info, default=np.generic.item)).keys() == info.keys()
   except (TypeError, ValueError):
     return False
-  return True
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -90,7 +92,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def fingerprint(trajectory: Trajectory) -> int:
   """A 32-bit checksum of everything in a trajectory that an update depends on."""
-  total = zlib.crc32(bytes([trajectory.terminated, trajectory.truncated]))
+  total = zlib.crc32(bytes([bool(trajectory.terminated), bool(trajectory.truncated)]))
   for name in ('tokens', 'mask', 'behavior_logprobs', 'versions', 'rewards', 'turn_ids'):
     total = zlib.crc32(np.ascontiguousarray(getattr(trajectory, name)).tobytes(), total)
   return total

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sao_jax.runtime.failures import RunFailed, may_retry
+from sao_jax.runtime.failures import BackOff, RunFailed, may_retry, within
 from sao_jax.types import EpisodeFailure, FailureKind, Task, Trajectory
 
 MAX_UNJUDGED = 0.05  # share of problems that may be left out of a score
@@ -32,10 +32,11 @@ async def evaluate(
   concurrency: int,
   timeout_s: float,
   retries: Mapping[str, int],
+  back_off: BackOff,
 ) -> Evaluation:
   """Plays `samples` episodes of every task.
 
-  An episode that fails is played again, as often as `retries` says for its kind of failure; after that it is counted in
+  An episode that fails is played again, after a wait, as often as `retries` says for its kind of failure; after that it is counted in
   `failed` and left out, never scored 0.
 
   Args:
@@ -62,7 +63,7 @@ async def evaluate(
             group=str(index),
             seed=int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1),
           )
-          trajectory = await asyncio.wait_for(coroutine, timeout_s)
+          trajectory = await within(timeout_s, coroutine)
           if np.isfinite(trajectory.reward):
             return trajectory
           failure = EpisodeFailure(FailureKind.GRADER, f'reward {trajectory.reward}')
@@ -72,6 +73,7 @@ async def evaluate(
           failure = error
       if not may_retry(failure.kind, attempt + 1, retries):
         return failure
+      await asyncio.sleep(back_off.seconds(attempt + 1, index))
 
   try:
     async with asyncio.TaskGroup() as group:

@@ -126,12 +126,13 @@ async def learn(
   """One update, published. The record has its digest before anything samples with it."""
   version = int(state.step)  # read before the update, which takes the state
   batch = prepare(learning, trajectories, version)
+  recorded = learning.journal is not None
   state, measured, digest = await learning.work(
-    UPDATE, update_once, learning.learner.update, state, batch
+    UPDATE, update_once, learning.learner.update, state, batch, recorded
   )
   if int(state.step) != version + 1:
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
-  if learning.journal is not None:
+  if recorded:
     await learning.journal.updated(int(state.step), digest)
   publish(learning.engine, state)
   return state, measured
@@ -246,22 +247,27 @@ def save_checkpoint(
     raise RunFailed(str(error)) from error
 
 
-def update_once(update, state: TrainState, batch: Batch):
-  """On the learner's thread: one update, waited for; its metrics and the digest of its parameters on the host."""
-  state, metrics = update(state, batch)
-  measured = {name: float(value) for name, value in jax.device_get(metrics).items()}
-  return state, measured, digest_of(state)
-
-
-def digest_of(state: TrainState) -> str:
-  """Of every bit of policy and critic: equal digests are equal parameters.
+def update_once(update, state: TrainState, batch: Batch, recorded: bool):
+  """On the learner's thread: one update, waited for; its metrics on the host, and the digest if the run is recorded.
 
   Raises:
     RollBack: a parameter is not finite: nobody may sample with it, and no checkpoint hold it.
   """
+  state, metrics = update(state, batch)
+  measured = {name: float(value) for name, value in jax.device_get(metrics).items()}
+  if not _all_finite((state.policy, state.critic)):
+    raise RollBack('a parameter is not finite')
+  return state, measured, digest_of(state) if recorded else None
+
+
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+  return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+def digest_of(state: TrainState) -> str:
+  """Of every bit of policy and critic: equal digests are equal parameters."""
   total = hashlib.sha256()
   for leaf in jax.tree.leaves(jax.device_get((state.policy, state.critic))):
-    if not np.isfinite(leaf).all():
-      raise RollBack('a parameter is not finite')
     total.update(np.ascontiguousarray(leaf).tobytes())
   return total.hexdigest()[:16]

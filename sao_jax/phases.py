@@ -34,6 +34,8 @@ from sao_jax.runtime.logical import LogicalWork, Outside
 from sao_jax.types import Trajectory
 from sao_jax.warm_start import STEP, warm_start
 
+CLOSE_S = 120.0
+
 
 class Screen(Protocol):
   """Where a run tells how it goes; `report.panel.Panel` is one."""
@@ -85,7 +87,7 @@ async def execute(
   logical = c.runtime.mode == 'deterministic'
   guard = watchdog.LoopGuard(2 * seconds if logical else seconds, waits)
   guard.start()
-  stops = [guard.stop]
+  heart = None
   if jax.process_count() > 1:
     silence = c.runtime.heartbeat_s
     heart = Heartbeat(
@@ -96,19 +98,21 @@ async def execute(
       timeout_s=silence,
     )
     heart.start()
-    stops.append(heart.stop)
   outside = Outside(seconds) if logical else None
   close_sandbox = outside.wrap(sandbox.close, 0.0) if outside else sandbox.close
-  async with closing(close_sandbox, *([outside.close] if outside else []), *stops):
+  async with closing(close_sandbox, *([outside.close] if outside else []), guard.stop):
     work = make_work(parts, waits)
     warm = jax.jit(parts.init_policy)(jax.random.key(c.seed))
     if not checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
       warm = await warm_start(
         parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
       )
-    programs = build.programs_of(parts, warm)
+    programs = await asyncio.to_thread(build.programs_of, parts, warm)
     place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
-    return await learn(place, warm)
+    result = await learn(place, warm)
+    if heart is not None:
+      heart.stop()  # only of a run that ended well: the others must not wait for one that failed
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +151,18 @@ def make_work(parts: build.Parts, waits: watchdog.Waits) -> Callable[..., Awaita
 
 @contextlib.asynccontextmanager
 async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
-  """Calls every closer at the end, whatever the others do. An error of closing never hides the error of the run."""
+  """Calls every closer at the end, whatever the others do. An error of closing never hides the error of the run.
+
+  Closers that take more than CLOSE_S in all end the process.
+  """
   failure = None
   try:
     yield
   except BaseException as error:
     failure = error
+  in_time = watchdog.exit_after(
+    CLOSE_S, watchdog.FAILED, f'failed: closing takes more than {CLOSE_S} s; before: {failure!r}'
+  )
   for close in closers:
     try:
       result = close()
@@ -163,6 +173,7 @@ async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
         failure = error
       else:
         failure.add_note(f'and while closing: {error!r}')
+  in_time()
   if failure is not None:
     raise failure
 
@@ -213,7 +224,7 @@ async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, f
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
   state, host, trajectories = fresh_state(parts, warm), {}, ()
   if saved := checkpoint.steps(root):
-    restored = checkpoint.restore(root, saved[-1], state, run_id=identity)
+    restored = await asyncio.to_thread(checkpoint.restore, root, saved[-1], state, run_id=identity)
     state, host, trajectories = restored.state, restored.host, restored.trajectories
   time_s, event_loop = host.get('time_s', 0.0), asyncio.get_running_loop()
   if place.outside is None:
@@ -249,6 +260,7 @@ async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, f
         snapshot=host.get('dispatcher'),
         trajectories=trajectories,
         journal=journal,
+        forsake_below=None if back is None else back.next_index,
       )
       evaluations = Evaluations(parts, services, writer, place.screen, dispatcher.fail)
       run = loop.Run(
@@ -278,7 +290,6 @@ async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, f
       async with closing(evaluations.cancel, end, ledger.close, writer.close):
         if back is not None:
           run.rollbacks = back.rollbacks
-          dispatcher.skip_to(back.next_index)
           await loop.save(run, state)  # a restart must count the roll-back too
         return await _improve(run, parts, state, evaluations, place.screen, resumed=bool(saved))
 
@@ -316,7 +327,8 @@ async def _improve(
       )
       await loop.save(run, state)  # with the last score
     run.ending = 'run_ended'
-    screen.note(f'parameters {loop.digest_of(state)} after {run.num_steps} updates')
+    digest = await asyncio.to_thread(loop.digest_of, state)
+    screen.note(f'parameters {digest} after {run.num_steps} updates')
     return done[run.num_steps]
   except loop.Stopped:
     run.ending = 'stopped'
@@ -372,7 +384,7 @@ async def learn_values(
   Raises:
     RunFailed: an update was not finite.
   """
-  c, first = parts.config, None
+  c, first, recorded = parts.config, None, learning.journal is not None
   if index == 0:
     mean_return = float(np.mean([t.reward for t in trajectories]))
     critic = parts.init_critic(state.policy, mean_return)
@@ -380,12 +392,12 @@ async def learn_values(
   batch = loop.prepare(learning, trajectories, 0)
   for _ in range(c.value.updates_per_batch):
     state, metrics, digest = await learning.work(
-      loop.CRITIC_UPDATE, loop.update_once, learning.learner.update_critic, state, batch
+      loop.CRITIC_UPDATE, loop.update_once, learning.learner.update_critic, state, batch, recorded
     )
     if metrics['updates/skipped_now']:
       raise RunFailed('value pretraining: an update was not finite; lower critic.learning_rate')
     first = first or metrics
-  if learning.journal is not None:
+  if recorded:
     await learning.journal.updated(0, digest)
   return state, first
 
@@ -433,6 +445,7 @@ class Evaluations:
       concurrency=self.services.evaluation_slots,
       timeout_s=self.parts.limits.episode_timeout_s,
       retries=self.parts.limits.retries,
+      back_off=self.parts.limits.back_off,
     )
     metrics = summary.of_evaluation(result)
     self.writer.write(step, metrics)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sao_jax import build, checkpoint, loop, phases
+from sao_jax import workdir as run_workdir
 from sao_jax.engines.local import LocalEngine
 from sao_jax.runtime import replay as record
+from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.watchdog import Waits
 from sao_jax.warm_start import warm_start
 
@@ -25,10 +27,11 @@ def check(parts: build.Parts, workdir: Path) -> None:
   """Raises ValueError if the folder does not hold what a replay needs."""
   config = parts.config
   next(iter(record.read(workdir)), None)
-  root = Path(config.supervised.workdir or workdir) / 'checkpoints' / 'supervised'
-  saved = checkpoint.steps(root)
-  if config.supervised.num_steps and (not saved or saved[-1] < config.supervised.num_steps):
-    raise ValueError(f'{root} does not hold the whole warm start that the run began with')
+  source = Path(config.supervised.workdir or workdir)
+  needed = run_workdir.saved_config(source).supervised.num_steps
+  saved = checkpoint.steps(source / 'checkpoints' / 'supervised')
+  if needed and (not saved or saved[-1] < needed):
+    raise ValueError(f'{source} does not hold the whole warm start that the run began with')
 
 
 async def replay(parts: build.Parts, workdir: Path, *, screen: phases.Screen) -> Replayed:
@@ -71,6 +74,8 @@ async def repeat(
     complete = True
   except record.Ended:
     pass
+  except RollBack as alarm:  # what ended the recorded run, if its record ends here too
+    replayer.end(str(alarm))
   finally:
     await replayer.close()
   return Replayed(replayer.updates, replayer.rounds, loop.digest_of(state), complete)

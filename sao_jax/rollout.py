@@ -88,6 +88,9 @@ async def run_episode(
           )
         outcome = check_answer(env.cut())
         break
+      if turn.tokens.max() >= vocab_size:
+        message = f'the environment answered token {turn.tokens.max()}, of {vocab_size}'
+        raise EpisodeFailure(FailureKind.ENV, message)
       record.observe(turn.tokens)
       at('the engine')
       request = Request(

@@ -10,7 +10,7 @@ import pytest
 
 from sao_jax import batching, build
 from sao_jax.build import assemble, methods
-from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.failures import BackOff, RunFailed
 from tests.test_batching import PACK, trajectory
 
 PATH = Path(__file__).parents[1] / 'configs' / 'beyondaime.py'
@@ -44,6 +44,17 @@ def config(variant='sao', **changes):
     ({'sao__eps_high': -0.5}, r'sao\.eps_high=-0\.5'),
     ({'sao__clip_low': 1.5}, '1.5'),
     ({'runtime__mode': 'asynch'}, r"runtime\.mode='asynch' must be one of"),
+    ({'runtime__consume': 'newest'}, r"runtime\.consume='newest' must be one of"),
+    ({'runtime__late': 'keep'}, r"runtime\.late='keep' must be one of"),
+    ({'runtime__back_off_s': 0.0}, r'runtime\.back_off_s=0\.0 must be a finite number above 0'),
+    ({'runtime__max_back_off_s': 0.1}, r'runtime\.back_off_s=0\.2 s .* below runtime\.max_back_off_s=0\.1'),
+    ({'runtime__breaker_cooldown_s': 60.0}, r'breaker_cooldown_s \* .*=380.* stall_timeout_s=300'),
+    ({'runtime__grader_holds': 9}, r'grader_holds \+ 1\)=300.* episode_timeout_s=120'),
+    ({'sandbox__latency_s': -1.0}, r'sandbox\.latency_s=-1\.0'),
+    ({'sandbox__max_latency_s': 200.0}, r'sandbox\.max_latency_s=200.*episode_timeout_s'),
+    ({'train__max_k3': 0.0}, r'train\.max_k3=0\.0 must be above 0'),
+    ({'train__reward_fall': 1.5}, r'train\.reward_fall=1\.5 must be in \[0, 1\]'),
+    ({'train__max_rollbacks': -1}, r'train\.max_rollbacks=-1'),
     ({'sao__objective': 'grpo'}, r"sao\.objective='grpo' must be one of dis"),
     ({'sao__advantages': 'mean'}, r"sao\.advantages='mean' must be one of"),
     ({'sao__advantage_values': 'during'}, r"sao\.advantage_values='during'"),
@@ -197,11 +208,43 @@ def test_gae_has_no_baseline_of_the_host():
 
 
 def test_limits_come_from_their_fields():
-  limits = assemble._limits(
-    config(runtime__pipeline_depth=3, train__batch_size=8, runtime__retries=4)
-  )
-  assert (limits.capacity, limits.retries) == (32, 4)
+  changed = {
+    'runtime__pipeline_depth': 3,
+    'train__batch_size': 8,
+    'runtime__back_off_s': 0.5,
+    'runtime__max_back_off_s': 7.0,
+    'runtime__consume': 'completion',
+    'runtime__late': 'drop',
+    'runtime__max_staleness': 6,
+    'runtime__max_failures_in_row': 9,
+    'runtime__breaker_cooldown_s': 3.0,
+    'runtime__breaker_openings': 1,
+  }
+  c = config(**changed)
+  c.runtime.retries.env = 4
+  limits = assemble._limits(c)
+  assert limits.capacity == 32
+  assert limits.retries == {'infra': 2, 'env': 4, 'grader': 1}
+  assert limits.back_off == BackOff(0.5, 7.0)
+  assert (limits.consume, limits.late, limits.max_staleness) == ('completion', 'drop', 6)
+  assert (limits.max_failures_in_row, limits.breaker_cooldown_s) == (9, 3.0)
+  assert limits.breaker_openings == 1
   assert assemble._limits(config(runtime__mode='sync')).capacity == 64
+
+
+def test_budgets_of_other_kinds_and_configs_of_other_versions_are_refused():
+  c = config()
+  c.runtime.retries.env = -1
+  with pytest.raises(ValueError, match=r'runtime\.retries\.env=-1'):
+    build.parts(c)
+  c = config().unlock()
+  c.runtime.retries.bug = 3
+  with pytest.raises(ValueError, match=r'runtime\.retries\.bug=3: .* infra, env, grader only'):
+    build.parts(c)
+  c = config().unlock()
+  del c.runtime.late
+  with pytest.raises(ValueError, match='another version of sao_jax'):
+    build.parts(c)
 
 
 def test_the_model_has_the_width_of_the_config():

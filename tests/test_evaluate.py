@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sao_jax.evaluate import evaluate
-from sao_jax.runtime.failures import RunFailed
+from sao_jax.runtime.failures import BackOff, RunFailed
 from sao_jax.types import EpisodeFailure, FailureKind, Task
 from tests.test_batching import trajectory
 
@@ -42,7 +42,7 @@ class Player:
 
 def score(player, **changes):
   kwargs = {
-    'name': 'eval', 'samples': 2, 'seed': 0, 'concurrency': 4, 'timeout_s': 5.0, 'retries': {'infra': 1, 'env': 1, 'grader': 1}, **changes
+    'name': 'eval', 'samples': 2, 'seed': 0, 'concurrency': 4, 'timeout_s': 5.0, 'retries': {'infra': 1, 'env': 1, 'grader': 1}, 'back_off': BackOff(0.01, 0.1), **changes
   }  # fmt: skip
   return asyncio.run(asyncio.wait_for(evaluate(player, TASKS, **kwargs), 10))
 
@@ -58,7 +58,7 @@ def test_the_score_is_the_mean_over_problems_by_hand():
 def test_one_problem_has_no_standard_error():
   got = asyncio.run(
     evaluate(
-      Player({(0, 0, 0): 1.0}), TASKS[:1], name='eval', samples=1, seed=0, concurrency=1, timeout_s=5.0, retries={}
+      Player({(0, 0, 0): 1.0}), TASKS[:1], name='eval', samples=1, seed=0, concurrency=1, timeout_s=5.0, retries={}, back_off=BackOff(0.01, 0.1)
     )
   )  # fmt: skip
   assert got.pass_at_1 == 1 and np.isnan(got.standard_error)

@@ -129,21 +129,23 @@ def test_when_every_prompt_is_in_quarantine_the_run_ends(tmp_path, monkeypatch):
 
 def test_breaker_by_hand():
   b = Breaker(limit=2, cooldown_s=10.0, max_openings=2)
-  b.failure(0.0, 'a')
-  assert b.wait(0.0) == 0
-  b.failure(1.0, 'b')  # opens until 11
-  assert b.wait(1.0) == 10.0
-  b.failure(2.0, 'c')  # one that was under way: no second opening
+  b.failure(0.0, 'a', 'x')
+  assert b.wait(0.0, 'e') == 0
+  b.failure(1.0, 'b', 'x')  # opens until 11
+  assert b.wait(1.0, 'e') == 10.0
+  b.failure(2.0, 'c', 'x')  # one that was under way: no second opening
   assert b.openings == 1
-  assert b.wait(11.0) == 0  # one may try
-  assert b.wait(11.0) > 0  # and no other
-  b.failure(12.0, 'd')  # opens for twice as long
+  assert b.wait(11.0, 'e') == 0  # one may try
+  assert b.wait(11.0, 'f') > 0  # and no other
+  b.failure(11.5, 'd', 'x')  # another that was under way is not the one that tries
+  assert b.openings == 1 and b.trying == 'e'
+  b.failure(12.0, 'e', 'x')  # opens for twice as long
   assert b.open_until == 32.0
-  assert b.wait(32.0) == 0
-  with pytest.raises(RunFailed, match='5 episodes failed in a row; the last: e'):
-    b.failure(33.0, 'e')
+  assert b.wait(32.0, 'f') == 0
+  with pytest.raises(RunFailed, match='6 episodes failed in a row; the last: y'):
+    b.failure(33.0, 'f', 'y')
   b.success()
-  assert b.wait(33.0) == 0 and b.in_row == b.openings == 0
+  assert b.wait(33.0, 'g') == 0 and b.in_row == b.openings == 0
 
 
 def test_an_outage_of_one_environment_holds_its_episodes_and_not_those_of_the_other(tmp_path):
@@ -321,3 +323,14 @@ def test_a_reward_that_falls_below_half_of_its_best_window():
   # Windows of 2: .5 .7 .8 | .55 .4 (= half of .8: not yet) .3
   got = reasons([(0, 0, r) for r in (0.4, 0.6, 0.8, 0.8, 0.3, 0.5, 0.1)])
   assert got[:6] == [None] * 6 and 'fell from 0.8 to 0.3' in got[6]
+
+
+def test_the_alarm_of_the_reward_is_off_at_1_also_for_negative_rewards():
+  off, memory = dataclasses.replace(ALARMS, reward_fall=1.0), None
+  for reward in (-0.5, -0.5, -2.0, -9.0):
+    metrics = {'updates/skipped_now': 0, 'mismatch/k3': 0.0, 'reward/mean': reward}
+    memory, reason = divergence.watch(memory, metrics, off)
+    assert reason is None
+  # On, it may lose half of the size of its best: from -1 to -1.5, and no further.
+  got = reasons([(0, 0, r) for r in (-1.0, -1.0, -2.0, -2.0)])
+  assert got[:3] == [None] * 3 and 'fell from -1 to -2' in got[3]

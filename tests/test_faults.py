@@ -483,13 +483,13 @@ def test_cell(fault, tmp_path):
 def test_a_breaker_that_is_open_at_a_checkpoint_lets_the_next_process_go_on():
   # It opened at 1000 for 5 s. At 1006 an episode tries, and is lost with the process, whose successor's time starts at 0.
   breaker = Breaker(limit=1, cooldown_s=5.0, max_openings=1)
-  breaker.failure(1000.0, 'x')
+  breaker.failure(1000.0, 'a', 'x')
   half = json.loads(json.dumps(breaker.saved(1003.0)))
-  assert breaker.wait(1006.0) == 0.0
+  assert breaker.wait(1006.0, 'b') == 0.0
   tried = json.loads(json.dumps(breaker.saved(1006.0)))
-  assert Breaker.restored(tried, 0.0).wait(0.0) == 0.0
-  assert Breaker.restored(half, 0.0).wait(0.0) > 0.0
-  assert Breaker.restored(half, 0.0).wait(2.0) == 0.0
+  assert Breaker.restored(tried, 0.0).wait(0.0, 'c') == 0.0
+  assert Breaker.restored(half, 0.0).wait(0.0, 'c') > 0.0
+  assert Breaker.restored(half, 0.0).wait(2.0, 'c') == 0.0
 
 
 def test_the_matrix_is_complete():

@@ -61,8 +61,7 @@ def test_a_run_goes_back_and_on_with_other_prompts(world, sandbox, tmp_path, mod
   lost = tiny.rows(tmp_path / 'w' / 'events.lost.jsonl')
   forsaken = {row['prompt'] for row in lost if row['event'] == 'trained'}
   kept = {row['prompt'] for row in trained}
-  # What had started by the checkpoint is played again; what was drawn after it is not.
-  assert len(forsaken) == 12 and len(forsaken - kept) >= 4
+  assert len(forsaken) == 12 and not forsaken & kept  # what it diverged on does not come again
   assert any(row['reason'] == 'rollback' for row in lost)
   metrics = tiny.rows(tmp_path / 'w' / 'metrics.lost.jsonl')
   assert [row['step'] for row in metrics] == [7, 8, 9]

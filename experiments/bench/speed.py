@@ -121,6 +121,7 @@ def score(workdir: Path, target: float) -> dict[int, float]:
           concurrency=services.evaluation_slots,
           timeout_s=parts.limits.episode_timeout_s,
           retries=parts.limits.retries,
+          back_off=parts.limits.back_off,
         )
         scores[step] = result.pass_at_1
         if result.pass_at_1 >= target:

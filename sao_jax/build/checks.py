@@ -19,9 +19,12 @@ def check(c: ConfigDict) -> None:
   Raises:
     ValueError: one line that names the field, its value and the remedy.
   """
-  _check_ranges(c)
-  _check_choices(c)
-  _check_relations(c)
+  try:
+    _check_ranges(c)
+    _check_choices(c)
+    _check_relations(c)
+  except (KeyError, AttributeError) as error:
+    raise ValueError(f'{error.args[0]}: a config of another version of sao_jax') from error
 
 
 def _check_ranges(c: ConfigDict) -> None:
@@ -173,15 +176,16 @@ def _check_relations(c: ConfigDict) -> None:
   stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
   failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
   failures.check_deadlines([('sandbox.max_latency_s', c.sandbox.max_latency_s), episode])
-  judging = c.env.grader_timeout_s * (c.runtime.grader_holds + 1)
-  name = 'env.grader_timeout_s * (runtime.grader_holds + 1)'
+  judging = 2 * c.env.grader_timeout_s * (c.runtime.grader_holds + 1)  # a grader tries twice
+  name = '2 * env.grader_timeout_s * (runtime.grader_holds + 1)'
   failures.check_deadlines([(name, judging), episode])
   back_off = ('runtime.back_off_s', c.runtime.back_off_s)
   longest = ('runtime.max_back_off_s', c.runtime.max_back_off_s)
   failures.check_deadlines([back_off, longest, stall])
-  openings = 2.0**c.runtime.breaker_openings
-  cooldown = ('the longest runtime.breaker_cooldown_s', c.runtime.breaker_cooldown_s * openings)
-  failures.check_deadlines([cooldown, stall])
+  quiet = c.runtime.breaker_cooldown_s * 2.0**c.runtime.breaker_openings
+  quiet += c.runtime.episode_timeout_s + 2 * failures.CLEAN_UP_S
+  name = 'runtime.breaker_cooldown_s * 2^runtime.breaker_openings + runtime.episode_timeout_s and clean-up'
+  failures.check_deadlines([(name, quiet), stall])
 
 
 def _one_of(c: ConfigDict, field: str, choices: tuple[str, ...]) -> None:

@@ -180,8 +180,7 @@ class Services:
     for driver in self._drivers:
       driver.cancel()
     await asyncio.gather(*self._drivers, return_exceptions=True)
-    await self._close_grader()
-    closing = [asyncio.to_thread(e.close) for e in (self.engine, self.evaluation_engine)]
-    for result in await asyncio.gather(*closing, return_exceptions=True):
+    engines = [asyncio.to_thread(e.close) for e in (self.engine, self.evaluation_engine)]
+    for result in await asyncio.gather(self._close_grader(), *engines, return_exceptions=True):
       if isinstance(result, BaseException):
         raise result

@@ -84,6 +84,7 @@ class Dispatcher:
     snapshot: dict[str, Any] | None = None,
     trajectories: Sequence[Trajectory] = (),
     journal: Journal | None = None,
+    forsake_below: int | None = None,
   ):
     """Binds the parts; nothing starts before `fill` or `take`.
 
@@ -96,6 +97,8 @@ class Dispatcher:
       snapshot, trajectories: as `snapshot()` gave them: finished episodes are kept, unfinished prompts are issued again
         under new ids.
       journal: told of what a replay needs: starts and finished episodes.
+      forsake_below: after a roll-back: nothing that the snapshot has in flight or finished is used, nor a prompt from before
+        this index, since that is what the run diverged on.
     """
     self._play, self._task_at, self._ledger, self._limits = play, task_at, ledger, limits
     self._waits, self._journal = waits, journal
@@ -112,6 +115,9 @@ class Dispatcher:
     self._completions = self._late_in_row = 0
     self._paused = self._closed = False
     if snapshot is not None:
+      if forsake_below is not None:
+        snapshot = self._forsake(snapshot, trajectories, forsake_below)
+        trajectories = ()
       self._restore(snapshot, trajectories)
 
   def fill(self) -> None:
@@ -141,8 +147,10 @@ class Dispatcher:
     self.fill()
     count = episodes // self._limits.group_size
     self._waits.begin('learner', f'{episodes} finished episodes')
-    await self._until(lambda: self._enough(count, in_order))
-    self._waits.end('learner')
+    try:
+      await self._until(lambda: self._enough(count, in_order))
+    finally:
+      self._waits.end('learner')
     if in_order:
       indices = list(itertools.islice(self._groups, count))
     else:
@@ -223,6 +231,7 @@ class Dispatcher:
       'groups': groups,
       'ready': [list(item) for item in self._ready],
       'completions': self._completions,
+      'late_in_row': self._late_in_row,
       'totals': dataclasses.asdict(self._totals),
       'breakers': {name: b.saved(now) for name, b in self._breakers.items()},
       'strikes': {**self._strikes},
@@ -238,20 +247,25 @@ class Dispatcher:
     for episode in list(self._ledger.states):
       self._ledger.record(episode, 'cancelled', version=self.version, reason=reason)
 
-  def skip_to(self, index: int) -> None:
-    """No new prompt comes from before this index: after a roll-back the run goes another way."""
-    self._next = max(self._next, index)
-
   @property
   def next_index(self) -> int:
     """Of the prompt that would start next."""
     return self._next
+
+  def _forsake(self, snapshot, trajectories, below: int) -> dict[str, Any]:
+    """Ends what is open in the log, and gives the snapshot without it."""
+    finished = {t.episode for t in trajectories}
+    for episode in list(self._ledger.states):
+      event = 'dropped' if episode in finished else 'cancelled'
+      self._ledger.record(episode, event, version=self.version, reason='rollback')
+    return {**snapshot, 'groups': [], 'ready': [], 'next': max(snapshot['next'], below)}
 
   def _restore(self, snapshot, trajectories) -> None:
     self._next, self._needed = snapshot['next'], snapshot['needed']
     self._totals = _Totals(**snapshot['totals'])
     self._ready = [tuple(item) for item in snapshot['ready']]
     self._completions, self._strikes = snapshot['completions'], {**snapshot['strikes']}
+    self._late_in_row = snapshot['late_in_row']
     now = asyncio.get_running_loop().time()
     self._breakers = {
       name: Breaker.restored(fields, now) for name, fields in snapshot['breakers'].items()
@@ -363,7 +377,7 @@ class Dispatcher:
     if failures:
       self._waits.begin(_who(episode), 'its back-off')
       await asyncio.sleep(self._limits.back_off.seconds(failures, seed))
-    while seconds := self._breaker(task).wait(asyncio.get_running_loop().time()):
+    while seconds := self._breaker(task).wait(asyncio.get_running_loop().time(), episode):
       self._waits.begin(_who(episode), f'the breaker of environment {task.environment}')
       await asyncio.sleep(seconds)
 
@@ -378,8 +392,9 @@ class Dispatcher:
     """Ends the episode without data, and issues its prompt again where that can help."""
     kind, prompt = failure.kind, group.task.prompt_id
     group.failures[member] = group.failures.get(member, 0) + 1
-    again = may_retry(kind, group.failures[member], self._limits.retries)
-    if not again and kind not in (FailureKind.AGENT, FailureKind.INFRA):  # not the task's fault
+    again = not group.dead and may_retry(kind, group.failures[member], self._limits.retries)
+    blamed = kind not in (FailureKind.AGENT, FailureKind.INFRA)  # which are not the task's fault
+    if blamed and not again and not group.dead:
       strikes = QUARANTINE_AFTER if kind is FailureKind.DATA else 1
       self._strikes[prompt] = self._strikes.get(prompt, 0) + strikes
     quarantined = self._strikes.get(prompt, 0) >= QUARANTINE_AFTER
@@ -397,7 +412,7 @@ class Dispatcher:
       group.dead = True
     try:
       now = asyncio.get_running_loop().time()
-      self._breaker(group.task).failure(now, str(failure))
+      self._breaker(group.task).failure(now, episode, str(failure))
     except RunFailed as error:
       self.fail(error)
 
@@ -411,6 +426,7 @@ class Dispatcher:
     elif len(group.finished) == self._limits.group_size and not group.ready:
       group.finished.sort(key=lambda t: t.episode)
       group.ready = True
+      self._strikes.pop(group.task.prompt_id, None)
       self._completions += 1
       by_age = self._limits.consume == 'oldest_started'
       order = group.index if by_age else self._completions
@@ -430,7 +446,7 @@ class Dispatcher:
     if not dropped:
       self._late_in_row = 0
       return
-    self._late_in_row += dropped
+    self._late_in_row += dropped * self._limits.group_size
     if self._late_in_row > _MOST_LATE * self._limits.capacity:
       raise RunFailed(
         f'{self._late_in_row} episodes in a row were late: raise runtime.max_staleness'

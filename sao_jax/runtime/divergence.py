@@ -17,7 +17,9 @@ class Alarms:
 
   max_skipped_in_row: int
   max_k3: float  # nats a token between the policy that sampled and the one that learns
-  reward_fall: float  # share of its best that the mean reward of a window may lose
+  reward_fall: (
+    float  # share of (the size of) its best that the mean reward of a window may lose; 1: off
+  )
   reward_window: int  # updates
 
 
@@ -33,14 +35,14 @@ def watch(
   Returns:
     The new memory, and the reason if the run has diverged.
   """
-  memory = memory or {'skipped': 0, 'k3': 0, 'rewards': [], 'best': 0.0}
+  memory = memory or {'skipped': 0, 'k3': 0, 'rewards': [], 'best': None}
   skipped = memory['skipped'] + 1 if metrics['updates/skipped_now'] else 0
   k3 = memory['k3'] + 1 if metrics['mismatch/k3'] > alarms.max_k3 else 0
   rewards = [*memory['rewards'], float(metrics['reward/mean'])][-alarms.reward_window :]
   mean, best, reason = sum(rewards) / len(rewards), memory['best'], None
   if len(rewards) == alarms.reward_window:
-    best = max(best, mean)
-    if mean < (1 - alarms.reward_fall) * best:
+    best = mean if best is None else max(best, mean)
+    if alarms.reward_fall < 1 and mean < best - alarms.reward_fall * abs(best):
       reason = (
         f'the mean reward of {alarms.reward_window} updates fell from {best:.3g} to {mean:.3g}'
       )

@@ -2,12 +2,14 @@
 
 kind    who is at fault                            reaction
 infra   engine, process, machine, a deadline       the prompt is issued again, after a back-off
-env     the environment or its sandbox             the same; many in a row open the environment's breaker
+env     the environment or its sandbox             the same
 grader  the answer could not be judged             the answer is held and judged again; then as env
 data    the task itself is broken                  no retry; the prompt goes to quarantine
 agent   what the environment cannot represent      no retry
 stale   older than the bound, where late is drop   dropped
-bug     ours                                       ends the run
+bug     ours, an exception of another type         ends the run
+
+Many in a row of any kind, in one environment, open its breaker.
 """
 
 import asyncio
@@ -67,10 +69,13 @@ async def within(seconds: float, work: Coroutine) -> Any:
 
   Raises:
     TimeoutError: it took longer, whatever it made of its cancellation.
+    EpisodeFailure: ENV, it was cancelled from within.
   """
   task = asyncio.create_task(work)
   try:
     await asyncio.wait({task}, timeout=seconds)
+    if task.cancelled():  # not by us: an await in it was
+      raise EpisodeFailure(FailureKind.ENV, 'it was cancelled from within')
     if task.done():
       return task.result()
   finally:
@@ -110,21 +115,21 @@ class Breaker:
   in_row: int = 0
   openings: int = 0
   open_until: float | None = None  # of the loop's time; None: it lets everything through
-  trying: bool = False
+  trying: str | None = None  # the episode that is let through
 
-  def wait(self, now: float) -> float:
+  def wait(self, now: float, episode: str) -> float:
     """Seconds that an episode must wait before it asks again; 0: it may start."""
     if self.open_until is None:
       return 0.0
-    if now >= self.open_until and not self.trying:
-      self.trying = True
+    if now >= self.open_until and self.trying is None:
+      self.trying = episode
       return 0.0
     return max(self.open_until - now, self.cooldown_s)
 
   def saved(self, now: float) -> dict[str, Any]:
     """For a checkpoint. Another process has another time, and the episode that tries is lost with this one."""
     left = None if self.open_until is None else max(self.open_until - now, 0.0)
-    return {**dataclasses.asdict(self), 'open_until': left, 'trying': False}
+    return {**dataclasses.asdict(self), 'open_until': left, 'trying': None}
 
   @classmethod
   def restored(cls, saved: Mapping[str, Any], now: float) -> 'Breaker':
@@ -132,18 +137,18 @@ class Breaker:
     return cls(**{**saved, 'open_until': None if left is None else now + left})
 
   def success(self) -> None:
-    self.in_row, self.openings, self.open_until, self.trying = 0, 0, None, False
+    self.in_row, self.openings, self.open_until, self.trying = 0, 0, None, None
 
-  def failure(self, now: float, message: str) -> None:
-    """Counts one.
+  def failure(self, now: float, episode: str, message: str) -> None:
+    """Counts one. While the breaker is open only the episode that tries matters: others may be from before it opened.
 
     Raises:
       RunFailed: it opened too often, with the last failure.
     """
     self.in_row += 1
-    if self.in_row < self.limit or (self.open_until is not None and not self.trying):
+    if self.in_row < self.limit or (self.open_until is not None and self.trying != episode):
       return
-    self.openings, self.trying = self.openings + 1, False
+    self.openings, self.trying = self.openings + 1, None
     if self.openings > self.max_openings:
       raise RunFailed(f'{self.in_row} episodes failed in a row; the last: {message}')
     self.open_until = now + self.cooldown_s * 2.0 ** (self.openings - 1)

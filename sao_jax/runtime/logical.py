@@ -47,6 +47,8 @@ class Outside:
     if not self._loop.is_closed():
       self._loop.call_soon_threadsafe(self._loop.stop)
       self._thread.join(_JOIN_S)
+      if self._thread.is_alive():
+        raise RuntimeError(f'the loop of the tools does not end within {_JOIN_S} s')
       self._loop.close()
 
 

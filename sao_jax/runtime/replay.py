@@ -151,6 +151,11 @@ class Replayer:
       await self._do(line)
     raise Ended
 
+  def end(self, why: str) -> None:
+    """Raises Diverged if the record has another update."""
+    if any(line['kind'] == 'update' for line in self._following()):
+      raise self._diverged(why)
+
   async def close(self) -> None:
     """Ends what still plays, and the engine."""
     if self._engine is not None:
