@@ -1,11 +1,11 @@
 """What asynchrony buys when tools are slow: the same code in `sync` and in `async` mode, on the real clock.
 
-  python experiments/bench/speed.py --warm_starts=runs/seed0,runs/seed1,runs/seed2 [--updates=60] [--latency_s=0.1]
-      [--target=0.75] [--workdir=runs/speed] [--output=docs/speed.md]
+  python experiments/bench/speed.py --config=configs/beyondaime.py --warm_starts=runs/seed0,runs/seed1,runs/seed2 [--updates=60]
+      [--latency_s=0.1] [--target=0.75] [--workdir=runs/speed]
 
 Each tool call takes latency_s * Pareto(1.5) seconds longer, the same for the same program in both modes. One run a mode and
 seed, one after the other; leave the machine alone meanwhile. Held-out scores are taken from the checkpoints afterwards, so that
-they cost neither mode anything. Start it again to go on.
+they cost neither mode anything. Start it again to go on. Writes WORKDIR/table.md.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
       results[mode].append(measure(workdir, values.target))
       print(results[mode][-1], flush=True)
   text = table(results, values.target, values.updates)
-  Path(values.output).write_text(text)
+  (Path(values.workdir) / 'table.md').write_text(text)
   print(text)
 
 
@@ -161,7 +161,6 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string(
     'workdir', str(commands.RUNS / 'speed'), 'Folder of the runs.', flag_values=values
   )
-  flags.DEFINE_string('output', 'docs/speed.md', 'Where the table goes.', flag_values=values)
 
 
 if __name__ == '__main__':
