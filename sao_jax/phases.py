@@ -168,7 +168,7 @@ async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
       result = close()
       if inspect.isawaitable(result):
         await result
-    except Exception as error:
+    except BaseException as error:
       if failure is None:
         failure = error
       else:

@@ -112,7 +112,13 @@ def exit_after(
   timer = threading.Timer(seconds, end_process, (code, reason), {'waits': waits})
   timer.daemon = True
   timer.start()
-  return timer.cancel
+
+  def cancel() -> None:
+    timer.cancel()
+    if threading.current_thread() is not timer:
+      timer.join(PRINT_S)  # it ends at once
+
+  return cancel
 
 
 async def bounded(
