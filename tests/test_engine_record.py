@@ -44,6 +44,8 @@ async def play(engine, i, second, script):
   tokens = rng.integers(1, VOCAB, rng.integers(1, 25)).astype(np.int32)
   await asyncio.sleep(second * rng.random())
   for turn in range(rng.integers(1, 5)):
+    if len(tokens) + 12 > 48:  # the positions of a slot
+      break
     one = request(i, tokens, int(rng.integers(1, 13)), rng.uniform(0.2, 1), seed=turn)
     task = asyncio.ensure_future(engine.generate(one))
     await asyncio.sleep(0)
