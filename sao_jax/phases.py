@@ -23,7 +23,7 @@ from sao_jax.learner import TrainState
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime import watchdog
-from sao_jax.runtime.clock import VirtualLoop, real_clock
+from sao_jax.runtime.clock import Clock, VirtualLoop, real_clock
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.failures import RunFailed
@@ -263,35 +263,51 @@ async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, f
         forsake_below=None if back is None else back.next_index,
       )
       evaluations = Evaluations(parts, services, writer, place.screen, dispatcher.fail)
-      run = loop.Run(
-        workdir=workdir,
-        run_id=identity,
-        learning=make_learning(parts, place.work, services.engine, journal, host.get('memory')),
-        dispatcher=dispatcher,
-        ledger=ledger,
-        writer=writer,
-        clock=clock,
-        stop=place.stop,
-        evaluate=evaluations.start,
-        evaluated=evaluations.finish,
-        show=place.screen.update,
-        alarms=parts.alarms,
-        num_steps=c.train.num_steps,
-        batch_size=c.train.batch_size,
-        evaluate_every=c.evaluation.every,
-        save_every=c.train.save_every,
-        keep=c.train.keep,
-        quiet_saves=place.outside is not None,
-        vigil=host.get('vigil'),
-        rollbacks=host.get('rollbacks', 0),
-        since=host.get('since', {}),
-      )
+      learning = make_learning(parts, place.work, services.engine, journal, host.get('memory'))
+      run = _run(place, host, learning, dispatcher, ledger, writer, evaluations, clock)
       end = lambda: dispatcher.close(run.ending)
       async with closing(evaluations.cancel, end, ledger.close, writer.close):
         if back is not None:
           run.rollbacks = back.rollbacks
           await loop.save(run, state)  # a restart must count the roll-back too
         return await _improve(run, parts, state, evaluations, place.screen, resumed=bool(saved))
+
+
+def _run(
+  place: Place,
+  host: dict[str, Any],
+  learning: loop.Learning,
+  dispatcher: Dispatcher,
+  ledger: Ledger,
+  writer: MetricsWriter,
+  evaluations: 'Evaluations',
+  clock: Clock,
+) -> loop.Run:
+  """A run that goes on from what a checkpoint holds for the host, {} for a new one."""
+  c = place.parts.config
+  return loop.Run(
+    workdir=place.workdir,
+    run_id=run_workdir.run_id(c),
+    learning=learning,
+    dispatcher=dispatcher,
+    ledger=ledger,
+    writer=writer,
+    clock=clock,
+    stop=place.stop,
+    evaluate=evaluations.start,
+    evaluated=evaluations.finish,
+    show=place.screen.update,
+    alarms=place.parts.alarms,
+    num_steps=c.train.num_steps,
+    batch_size=c.train.batch_size,
+    evaluate_every=c.evaluation.every,
+    save_every=c.train.save_every,
+    keep=c.train.keep,
+    quiet_saves=place.outside is not None,
+    vigil=host.get('vigil'),
+    rollbacks=host.get('rollbacks', 0),
+    since=host.get('since', {}),
+  )
 
 
 async def _improve(

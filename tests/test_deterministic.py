@@ -16,30 +16,16 @@ from tests import tiny
 
 
 @pytest.fixture(scope='module')
-def world():
-  world = tiny.make()
-  yield world
-  world.outside.close()
-
-
-@pytest.fixture(scope='module')
-def sandbox(world):
-  sandbox = build.make_sandbox(tiny.parts_of().config)
-  yield sandbox
-  asyncio.run(world.outside.wrap(sandbox.close, 0.0)())
-
-
-@pytest.fixture(scope='module')
 def parts():
   return tiny.parts_of()
 
 
 @pytest.fixture(scope='module')
-def whole(world, sandbox, parts, tmp_path_factory):
+def whole(world, parts, tmp_path_factory):
   """The uninterrupted run."""
   folder = tmp_path_factory.mktemp('whole')
-  tiny.run(world, parts, folder / 'first', sandbox)  # compiles
-  tiny.run(world, parts, folder / 'second', sandbox)
+  tiny.run(world, parts, folder / 'first')  # compiles
+  tiny.run(world, parts, folder / 'second')
   return folder
 
 
@@ -62,9 +48,7 @@ def test_it_is_asynchronous_and_uses_its_tool(whole):
 
 
 @pytest.mark.timeout(1200)
-def test_stopped_at_every_event_and_resumed_it_is_the_same_run(
-  whole, world, sandbox, parts, tmp_path
-):
+def test_stopped_at_every_event_and_resumed_it_is_the_same_run(whole, world, parts, tmp_path):
   expected = whole / 'second'
   events = (expected / 'events.jsonl').read_bytes()
   metrics = (expected / 'metrics.jsonl').read_bytes()
@@ -74,10 +58,10 @@ def test_stopped_at_every_event_and_resumed_it_is_the_same_run(
   for k in range(1, count + 1):
     workdir = tmp_path / f'stopped-{k}'
     try:
-      tiny.run(world, parts, workdir, sandbox, stop_at=k)
+      tiny.run(world, parts, workdir, stop_at=k)
     except loop.Stopped:
       stopped += 1
-      tiny.run(world, parts, workdir, sandbox)
+      tiny.run(world, parts, workdir)
     assert tiny.digests(workdir)[-1] == tiny.digests(expected)[-1], f'stopped at event {k}'
     assert (workdir / 'events.jsonl').read_bytes() == events, f'stopped at event {k}'
     assert (workdir / 'metrics.jsonl').read_bytes() == metrics, f'stopped at event {k}'
@@ -85,13 +69,13 @@ def test_stopped_at_every_event_and_resumed_it_is_the_same_run(
   assert stopped >= count - 8  # after the last update's events there is little left to stop
 
 
-def test_staleness_0_is_the_synchronous_trainer(world, sandbox, tmp_path):
+def test_staleness_0_is_the_synchronous_trainer(world, tmp_path):
   expected = synchronous(world, tiny.parts_of())
   for name, changes in {
     'depth': {'runtime__pipeline_depth': 0},
     'staleness': {'runtime__max_staleness': 0},
   }.items():
-    tiny.run(world, tiny.parts_of(**changes), tmp_path / name, sandbox)
+    tiny.run(world, tiny.parts_of(**changes), tmp_path / name)
     assert tiny.digests(tmp_path / name) == expected
   for mode in ('sync', 'async'):  # threads and a real clock
     changes = {'runtime__mode': mode, 'runtime__pipeline_depth': 0}

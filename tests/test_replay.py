@@ -32,13 +32,6 @@ def parts_of(**changes):
 
 
 @pytest.fixture(scope='module')
-def world():
-  world = tiny.make()
-  yield world
-  world.outside.close()
-
-
-@pytest.fixture(scope='module')
 def recorded(world, tmp_path_factory):
   workdir = tmp_path_factory.mktemp('runs') / 'recorded'
   tiny.run(world, parts_of(), workdir)

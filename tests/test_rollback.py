@@ -1,29 +1,14 @@
 """Back to the last checkpoint when a run diverges: counted, bounded, and on with other prompts."""
 
-import asyncio
 import dataclasses
 from unittest import mock
 
 import jax
 import pytest
 
-from sao_jax import build, loop
+from sao_jax import loop
 from sao_jax.runtime.failures import RunFailed
 from tests import tiny
-
-
-@pytest.fixture(scope='module')
-def world():
-  world = tiny.make()
-  yield world
-  world.outside.close()
-
-
-@pytest.fixture(scope='module')
-def sandbox(world):
-  sandbox = build.make_sandbox(tiny.parts_of().config)
-  yield sandbox
-  asyncio.run(world.outside.wrap(sandbox.close, 0.0)())
 
 
 def alarm_at(*calls):
@@ -52,11 +37,10 @@ def check(workdir, *, rollbacks):
 
 
 @pytest.mark.parametrize('mode', ['deterministic', 'async'])
-def test_a_run_goes_back_and_on_with_other_prompts(world, sandbox, tmp_path, mode):
+def test_a_run_goes_back_and_on_with_other_prompts(world, tmp_path, mode):
   parts = tiny.parts_of(runtime__mode=mode)
-  own = sandbox if mode == 'deterministic' else None
   with alarm_at(8):  # update 9; the checkpoint is of update 6
-    tiny.run(world, parts, tmp_path / 'w', own)
+    tiny.run(world, parts, tmp_path / 'w')
   trained = check(tmp_path / 'w', rollbacks=1)
   lost = tiny.rows(tmp_path / 'w' / 'events.lost.jsonl')
   forsaken = {row['prompt'] for row in lost if row['event'] == 'trained'}
@@ -67,18 +51,18 @@ def test_a_run_goes_back_and_on_with_other_prompts(world, sandbox, tmp_path, mod
   assert [row['step'] for row in metrics] == [7, 8, 9]
 
 
-def test_after_max_rollbacks_the_run_ends_and_says_why(world, sandbox, tmp_path):
+def test_after_max_rollbacks_the_run_ends_and_says_why(world, tmp_path):
   parts = tiny.parts_of(train__max_rollbacks=2)
   with alarm_at(*range(7, 100)), pytest.raises(RunFailed, match=r'an alarm, after 2 roll-backs'):
-    tiny.run(world, parts, tmp_path / 'w', sandbox)
+    tiny.run(world, parts, tmp_path / 'w')
   # And so does the next start: the count is in the checkpoint.
   with alarm_at(*range(100)), pytest.raises(RunFailed, match=r'after 2 roll-backs'):
-    tiny.run(world, parts, tmp_path / 'w', sandbox)
-  tiny.run(world, parts, tmp_path / 'w', sandbox)
+    tiny.run(world, parts, tmp_path / 'w')
+  tiny.run(world, parts, tmp_path / 'w')
   check(tmp_path / 'w', rollbacks=2)
 
 
-def test_parameters_that_are_not_finite_are_neither_published_nor_saved(world, sandbox, tmp_path):
+def test_parameters_that_are_not_finite_are_neither_published_nor_saved(world, tmp_path):
   parts, update = tiny.parts_of(), tiny.parts_of().learner.update
   calls = iter(range(10**9))
 
@@ -93,14 +77,14 @@ def test_parameters_that_are_not_finite_are_neither_published_nor_saved(world, s
 
   learner = parts.learner._replace(update=Poisoned())
   parts = dataclasses.replace(parts, learner=learner)
-  tiny.run(world, parts, tmp_path / 'w', sandbox)
+  tiny.run(world, parts, tmp_path / 'w')
   check(tmp_path / 'w', rollbacks=1)
 
 
-def test_a_run_with_a_rollback_repeats_in_deterministic_mode(world, sandbox, tmp_path):
+def test_a_run_with_a_rollback_repeats_in_deterministic_mode(world, tmp_path):
   for name in 'ab':
     with alarm_at(8):
-      tiny.run(world, tiny.parts_of(), tmp_path / name, sandbox)
+      tiny.run(world, tiny.parts_of(), tmp_path / name)
   assert tiny.digests(tmp_path / 'a') == tiny.digests(tmp_path / 'b')
   a, b = (tmp_path / name / 'events.jsonl' for name in 'ab')
   assert a.read_bytes() == b.read_bytes()

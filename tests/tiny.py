@@ -56,6 +56,11 @@ class World:
   warm: Any  # policy params
   programs: Any
   outside: Outside  # where the sandbox of logical runs lives
+  sandbox: Any
+
+  def close(self) -> None:
+    asyncio.run(self.outside.wrap(self.sandbox.close, 0.0)())
+    self.outside.close()
 
 
 def make() -> World:
@@ -65,7 +70,8 @@ def make() -> World:
   update = jax.jit(parts.supervised_update)
   for step in range(PRACTICE):
     params, opt, _ = update(params, opt, _demonstrations(parts, step))
-  return World(params, build.programs_of(parts, params), Outside(120.0))
+  programs, sandbox = build.programs_of(parts, params), build.make_sandbox(parts.config)
+  return World(params, programs, Outside(120.0), sandbox)
 
 
 _LEARNER = []  # compiled once for all parts: their configs differ in the runtime only
@@ -87,27 +93,23 @@ def rewarded():
   return mock.patch.object(MathPython, '_end', judged)
 
 
-def run(
-  world: World, parts: build.Parts, workdir: Path, sandbox=None, stop_at: int | None = None
-) -> None:
-  """Value pretraining and RL as the command does them; a signal comes with the `stop_at`-th event of the ledger.
-
-  `sandbox` is one that lives in `world.outside`; None: a new one, for a run on a real clock.
-  """
+def run(world: World, parts: build.Parts, workdir: Path, stop_at: int | None = None) -> None:
+  """Value pretraining and RL as the command does them; a signal comes with the `stop_at`-th event of the ledger."""
   workdir.mkdir(exist_ok=True)
   nothing = lambda *_: None
   screen = types.SimpleNamespace(update=nothing, score=nothing, note=nothing)
 
   async def main():
     stop = asyncio.Event()
-    own = None if sandbox else build.make_sandbox(parts.config)
+    logical = parts.config.runtime.mode == 'deterministic'
+    sandbox = world.sandbox if logical else build.make_sandbox(parts.config)
     waits = watchdog.Waits(asyncio.get_running_loop().time)
     place = phases.Place(
       parts=parts,
       workdir=workdir,
       programs=world.programs,
-      sandbox=sandbox or own,
-      outside=world.outside if sandbox else None,
+      sandbox=sandbox,
+      outside=world.outside if logical else None,
       waits=waits,
       work=phases.make_work(parts, waits),
       stop=stop,
@@ -125,8 +127,8 @@ def run(
       with rewarded(), mock.patch.object(Ledger, 'record', counted):
         await phases.learn(place, world.warm)
     finally:
-      if own:
-        await own.close()
+      if not logical:
+        await sandbox.close()
 
   with asyncio.Runner(loop_factory=phases.event_loop(parts)) as runner:
     runner.run(main())
