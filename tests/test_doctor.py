@@ -239,6 +239,11 @@ def test_long_episodes_used_later_by_hand(tmp_path):
   by_completion = section(folder(tmp_path, events, consume='completion'), 'Length bias')
   assert "Try: runtime.consume='oldest_started'; a runtime" in by_completion
   assert 'used later than the shortest: +19 (standard error 1.9)' in text
+  # In batches of 20 the same 19 places are less than a batch: clear, and no matter.
+  large = folder(tmp_path, events)
+  config = json.loads((large / 'config.json').read_text())
+  (large / 'config.json').write_text(json.dumps({**config, 'train': {'batch_size': 20}}))
+  assert section(large, 'Length bias').startswith('No bias of lengths is seen')
   assert 'Correlation of length and reward: -1.00' in text
   # The first two batches hold 16 short ones, the other 24 are 4 short and 20 long: 10 - 76.7.
   assert 'first 2 batches minus the rest (learning changes it too): -66.7' in text

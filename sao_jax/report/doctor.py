@@ -230,10 +230,11 @@ def bias(h: History, metrics: Rows, config: Mapping[str, Any]) -> list[str]:
     f'failed minus those that finished: {longer}.'
   )
   late = _lateness(tokens, h.columns['used'], known & ~np.isnan(h.columns['batch']))
-  found += ['long episodes are used later than short ones'] * (late.clear and late.mean > 0)
   depth, batch = config['runtime']['pipeline_depth'] + 1, h.columns['batch']
-  start_up = _apart(tokens[known & (batch <= depth)], tokens[known & (batch > depth)])
   size = config['train']['batch_size']
+  # Less than a batch on average changes no version: it can be clear in a long log, and is no matter.
+  found += ['long episodes are used later than short ones'] * (late.clear and late.mean > size)
+  start_up = _apart(tokens[known & (batch <= depth)], tokens[known & (batch > depth)])
   lines += [
     f'Places that the longest quarter is used later than the shortest: {late}; a batch has {size}.',
     f'Length in the first {depth} batches minus the rest (learning changes it too): {start_up}.',
