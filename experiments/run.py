@@ -88,7 +88,7 @@ def _replay(argv: Sequence[str]) -> None:
     done = runner.run(replaying.replay(parts, workdir, screen=panel))
   ending = '' if done.complete else '; the record goes no further'
   print(
-    f'the same parameters {done.digest} after {done.updates} updates and {done.rounds} rounds of the engine{ending}'
+    f'the same parameters {done.digest} after {done.updates} batches and {done.rounds} rounds of the engine{ending}'
   )
 
 
