@@ -207,6 +207,7 @@ def _baseline(c: ConfigDict, variant: str) -> None:
     c.sao.policy_freeze_steps = 0
     c.value.num_batches = 0
   if variant in ('grpo', 'vapo'):
+    c.train.max_k3 = float('inf')  # a collapse is what these two are there to show
     c.sao.objective = 'ppo'  # the ratio is to the latest policy before the update
     c.sao.policy_minibatches = 2
   if variant == 'vapo':
