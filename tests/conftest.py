@@ -1,6 +1,17 @@
 """What several files use: the tiny world, whose programs take long to compile, is made once a process."""
 
+import collections
+
 import pytest
+
+
+def pytest_terminal_summary(terminalreporter):
+  """Prints how many cells of the fault matrix (test_faults.py) held, by outcome."""
+  told = [dict(report.user_properties) for report in terminalreporter.getreports('passed')]
+  cells = collections.Counter(properties['cell'] for properties in told if 'cell' in properties)
+  if cells:
+    outcomes = ', '.join(f'{name} {count}' for name, count in sorted(cells.items()))
+    terminalreporter.write_line(f'fault matrix: {cells.total()} cells held ({outcomes})')
 
 
 @pytest.fixture(scope='session')

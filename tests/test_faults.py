@@ -448,9 +448,6 @@ def parameters():
     yield pytest.param(fault, id=name)
 
 
-OUTCOMES = collections.Counter()
-
-
 @pytest.fixture(scope='module', autouse=True)
 def quick():
   """A killed process loses nothing that it has written, synced or not; and the garbage of imports is not looked through."""
@@ -463,7 +460,7 @@ def quick():
 
 @pytest.mark.timeout(CELL_S)
 @pytest.mark.parametrize('fault', list(parameters()))
-def test_cell(fault, tmp_path):
+def test_cell(fault, tmp_path, record_property):
   expected = CELLS[fault]
   before, workdir = (children(), threading.active_count()), tmp_path / 'run'
   workdir.mkdir()
@@ -477,7 +474,7 @@ def test_cell(fault, tmp_path):
     failed = {k.partition(':')[2]: n for k, n in counts.items() if k.startswith('failed')}
     assert failed == expected.failed
   assert (children(), threading.active_count()) == before
-  OUTCOMES[outcome] += 1
+  record_property('cell', f'{"special, " * (fault in LASTING)}{outcome}')  # conftest.py counts them
 
 
 def test_a_breaker_that_is_open_at_a_checkpoint_lets_the_next_process_go_on():
@@ -495,4 +492,3 @@ def test_a_breaker_that_is_open_at_a_checkpoint_lets_the_next_process_go_on():
 def test_the_matrix_is_complete():
   cells = [f for f in CELLS if f not in LASTING]
   assert len(cells) == 9 * 6 * 3
-  print(f'{len(cells)} cells and {len(LASTING)} special ones: {dict(OUTCOMES)}')
