@@ -19,7 +19,6 @@ def main(argv: Sequence[str]) -> None:
   from sao_jax import build, phases, tokens
   from sao_jax import workdir as run_workdir
   from sao_jax.envs.prompts import load_problems
-  from sao_jax.evaluate import evaluate
 
   with commands.input_errors():
     values = commands.parse(argv, _define)
@@ -46,17 +45,8 @@ def main(argv: Sequence[str]) -> None:
 
   async def score():
     async with phases.serving(parts, params, sandbox) as services:
-      return await evaluate(
-        services.evaluation_play,
-        tasks,
-        name='eval',
-        samples=config.evaluation.samples,
-        seed=config.seed,
-        concurrency=services.evaluation_slots,
-        timeout_s=parts.limits.episode_timeout_s,
-        retries=parts.limits.retries,
-        back_off=parts.limits.back_off,
-      )
+      samples = config.evaluation.samples
+      return await phases.score(parts, services, tasks, name='eval', samples=samples)
 
   result = asyncio.run(score())
   print(

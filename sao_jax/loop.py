@@ -197,15 +197,14 @@ def count(run: Run) -> dict[str, float]:
     raise LedgerError(
       f'{health["slots_in_use"]} slots are in use and {run.ledger.counts["running"]} episodes run'
     )
-  now = _counters(run)
+  now = _counters(run, health)
   passed = {name: value - run.since.get(name, 0.0) for name, value in now.items()}
   run.since = now
   compiles = health['compiles'] + run.learning.learner.update._cache_size()
   return {**passed, 'compiles': compiles}
 
 
-def _counters(run: Run) -> dict[str, float]:
-  health = run.learning.engine.health()
+def _counters(run: Run, health: dict[str, float]) -> dict[str, float]:
   return {**{name: health[name] for name in ('tokens_sampled', 'busy_s')}, 'time_s': run.clock()}
 
 
@@ -219,7 +218,7 @@ async def save(run: Run, state: TrainState) -> None:
   if run.quiet_saves:
     await run.dispatcher.drain()
   progress, finished = run.dispatcher.snapshot()
-  now, journal = _counters(run), run.learning.journal
+  now, journal = _counters(run, run.learning.engine.health()), run.learning.journal
   host = {
     'time_s': now['time_s'],
     # The engine of a resumed run counts from 0, and time goes on.

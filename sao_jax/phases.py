@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from sao_jax.runtime.heartbeat import Heartbeat
 from sao_jax.runtime.journal import Journal
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.logical import LogicalWork, Outside
-from sao_jax.types import Trajectory
+from sao_jax.types import Task, Trajectory
 from sao_jax.warm_start import STEP, warm_start
 
 CLOSE_S = 120.0
@@ -102,8 +102,9 @@ async def execute(
   close_sandbox = outside.wrap(sandbox.close, 0.0) if outside else sandbox.close
   async with closing(close_sandbox, *([outside.close] if outside else []), guard.stop):
     work = make_work(parts, waits)
-    warm = jax.jit(parts.init_policy)(jax.random.key(c.seed))
-    if not checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
+    if checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
+      warm = jax.jit(parts.init_policy)(jax.random.key(c.seed))
+    else:
       warm = await warm_start(
         parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
       )
@@ -185,6 +186,23 @@ async def serving(parts: build.Parts, params: Any, sandbox: Any) -> AsyncIterato
   services = build.Services(parts, build.programs_of(parts, params), params, sandbox, waits=waits)
   async with closing(services.close, sandbox.close):
     yield services
+
+
+async def score(
+  parts: build.Parts, services: build.Services, tasks: Sequence[Task], *, name: str, samples: int
+) -> Evaluation:
+  """`evaluate` with the numbers of the config, on what the evaluation engine holds."""
+  return await evaluate(
+    services.evaluation_play,
+    tasks,
+    name=name,
+    samples=samples,
+    seed=parts.config.seed,
+    concurrency=services.evaluation_slots,
+    timeout_s=parts.limits.episode_timeout_s,
+    retries=parts.limits.retries,
+    back_off=parts.limits.back_off,
+  )
 
 
 def fresh_state(parts: build.Parts, policy: Any) -> TrainState:
@@ -452,16 +470,8 @@ class Evaluations:
     """Evaluates params that the engine may keep."""
     c = self.parts.config.evaluation
     self.services.evaluation_engine.load(params, step)
-    result: Evaluation = await evaluate(
-      self.services.evaluation_play,
-      self.parts.heldout,
-      name=f'eval-{step}',
-      samples=c.samples,
-      seed=self.parts.config.seed,
-      concurrency=self.services.evaluation_slots,
-      timeout_s=self.parts.limits.episode_timeout_s,
-      retries=self.parts.limits.retries,
-      back_off=self.parts.limits.back_off,
+    result = await score(
+      self.parts, self.services, self.parts.heldout, name=f'eval-{step}', samples=c.samples
     )
     metrics = summary.of_evaluation(result)
     self.writer.write(step, metrics)

@@ -98,7 +98,6 @@ def score(workdir: Path, target: float) -> dict[int, float]:
   """Held-out pass@1 by update, without the tools' latency."""
   from sao_jax import build, checkpoint, phases
   from sao_jax import workdir as run_workdir
-  from sao_jax.evaluate import evaluate
 
   config = run_workdir.saved_config(workdir)
   config.sandbox.latency_s = 0.0
@@ -112,17 +111,8 @@ def score(workdir: Path, target: float) -> dict[int, float]:
       for step in steps:
         params, _ = run_workdir.saved_policy(parts, workdir, step)
         services.evaluation_engine.load(params, step)
-        result = await evaluate(
-          services.evaluation_play,
-          parts.heldout,
-          name=f'eval-{step}',
-          samples=1,
-          seed=config.seed,
-          concurrency=services.evaluation_slots,
-          timeout_s=parts.limits.episode_timeout_s,
-          retries=parts.limits.retries,
-          back_off=parts.limits.back_off,
-        )
+        name = f'eval-{step}'
+        result = await phases.score(parts, services, parts.heldout, name=name, samples=1)
         scores[step] = result.pass_at_1
         if result.pass_at_1 >= target:
           break
