@@ -60,7 +60,20 @@ def _embedded() -> ConfigDict:
   )
   c.sandbox.max_latency_s = 30.0  # and no more
 
+  c.chat = ConfigDict()
+  c.chat.format = 'bytes'  # how an episode is written; or smollm2, qwen3
+  c.chat.tokenizer = (
+    ''  # folder with the tokenizer.json of smollm2 or qwen3; '' takes model.weights
+  )
+  c.chat.system = ''  # text of the system turn
+  c.chat.prefill = ''  # smollm2: what the prompt ends with; {question} stands for the question
+  c.chat.thinking = True  # qwen3: thinks before it speaks
+  c.chat.tools = True  # whether the agent may call Python; bytes always may
+
   c.model = ConfigDict()
+  c.model.weights = ''  # a Hugging Face folder; '' draws them at random
+  c.model.upcycle = False  # the weights are of a dense model, whose MLP becomes every expert
+  c.model.vocab_size = 0  # 0: that of the chat format
   c.model.width = 64
   c.model.num_layers = 2
   c.model.num_heads = 4
@@ -68,14 +81,39 @@ def _embedded() -> ConfigDict:
   c.model.head_dim = 16
   c.model.mlp_width = 192
   c.model.num_experts = 0  # 0: a dense decoder
+  c.model.experts_per_token = 0
+  c.model.normalize_topk = True  # the weights of a token's experts add up to 1
+  c.model.expert_backend = 'dense'  # or 'ragged'; experiments/bench/moe.py measures them
   c.model.rope_theta = 10000.0
+  c.model.rope_scaling = ConfigDict()  # Llama 3's longer context
+  c.model.rope_scaling.factor = 0.0  # 0: none
+  c.model.rope_scaling.low_freq_factor = 1.0
+  c.model.rope_scaling.high_freq_factor = 4.0
+  c.model.rope_scaling.original_max_position = 8192
   c.model.norm_eps = 1e-6
   c.model.qk_norm = True
+  c.model.qkv_bias = False
   c.model.tied = True
+  c.model.attention = 'xla'  # or chunked, cudnn, pallas: models/backends.py has what each can do
+  c.model.attention_chunk = 512  # tokens of a block of 'chunked'
+  c.model.window = 0  # tokens that a token sees back; 0: all
+  c.model.sinks = 0  # first tokens that stay in sight, with a window
+  c.model.lora_rank = 0  # of adapters on one frozen backbone for policy and critic; 0: whole models
+  c.model.lora_alpha = 16.0  # their scale is lora_alpha / lora_rank
   c.model.dtype = 'float32'  # of compute; masters are float32
   c.model.remat = 'none'
 
+  c.mesh = ConfigDict()  # devices of the learner along each axis
+  c.mesh.data = 1  # copies of the parameters; the slow axis, if there is one
+  c.mesh.fsdp = 1  # cuts parameters and rows
+  c.mesh.tensor = 1  # cuts heads and widths
+  c.mesh.expert = 1  # cuts experts and rows
+  c.mesh.sequence = 1  # cuts the tokens of a row
+
   c.engine = ConfigDict()
+  c.engine.tensor = 1  # devices that share heads and widths
+  c.engine.expert = 1  # devices that share experts and slots
+  c.engine.apart = False  # on devices after those of the learner; or on the first of them
   c.engine.num_slots = 128  # episodes that decode together
   c.engine.decode_steps = 8  # tokens between looks at new requests and weights
   c.engine.prefill_rows = 16  # prompts or observations of one prefill call
@@ -115,7 +153,6 @@ def _embedded() -> ConfigDict:
   c.sao.critic_lambda = 1.0  # the critic's target is the return, section 3.2
   c.sao.critic_updates = 2  # K, section 3.2; 0 without a critic
   c.sao.advantage_values = 'after'  # the K updates; or 'before'
-  c.sao.freeze_attention = True  # of the critic, section 3.2
   c.sao.bootstrap_truncated = False  # True: a budget that ends an episode is no verdict on it
   c.sao.policy_freeze_steps = 5  # critic-only updates at the start of RL; unstated in the paper
   c.sao.policy_minibatches = 1  # sequential policy steps an update
@@ -128,6 +165,11 @@ def _embedded() -> ConfigDict:
   c.policy.eps = 1e-8
   c.policy.weight_decay = 0.0
   c.policy.clip_norm = 1.0
+  c.policy.frozen = ()  # of attention, router, experts
+  c.policy.router_scale = (
+    1.0  # of the steps of a router; gradients would not do, AdamW divides their scale out
+  )
+  c.policy.experts_scale = 1.0
 
   c.critic = ConfigDict()  # AdamW of the critic; steps are critic updates
   c.critic.learning_rate = 2e-3
@@ -137,6 +179,9 @@ def _embedded() -> ConfigDict:
   c.critic.eps = 1e-8
   c.critic.weight_decay = 0.0
   c.critic.clip_norm = 1.0
+  c.critic.frozen = ('attention',)  # section 3.2
+  c.critic.router_scale = 1.0
+  c.critic.experts_scale = 1.0
 
   c.train = ConfigDict()
   c.train.num_steps = 120
@@ -144,6 +189,8 @@ def _embedded() -> ConfigDict:
   c.train.group_size = 1  # episodes a prompt
   c.train.micro_rows = 16  # packed rows of env.max_tokens of one forward pass
   c.train.logprob_chunk = 1024  # tokens whose logits are alive at once
+  c.train.optimizer_memory = 'device'  # or 'pinned_host', from where an update fetches it
+  c.train.compression = 'none'  # of gradients over mesh.data: bfloat16, int8
   c.train.save_every = 20  # updates
   c.train.keep = 2  # checkpoints
   c.train.max_skipped_in_row = (
@@ -211,7 +258,7 @@ def _baseline(c: ConfigDict, variant: str) -> None:
     c.sao.objective = 'ppo'  # the ratio is to the latest policy before the update
     c.sao.policy_minibatches = 2
   if variant == 'vapo':
-    c.sao.freeze_attention = False
+    c.critic.frozen = ()
     c.sao.critic_updates = 1
   if variant == 'running_mean':
     c.sao.advantages = 'running_mean'
@@ -243,6 +290,7 @@ def _paper(c: ConfigDict) -> None:
   c.model.head_dim = 128
   c.model.mlp_width = 768  # of one expert
   c.model.num_experts = 128
+  c.model.experts_per_token = 8
   c.model.rope_theta = 1e7
   c.model.tied = False
   c.model.dtype = 'bfloat16'

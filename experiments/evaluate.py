@@ -16,7 +16,7 @@ from absl import flags
 
 
 def main(argv: Sequence[str]) -> None:
-  from sao_jax import build, phases, tokens
+  from sao_jax import build, phases
   from sao_jax import workdir as run_workdir
   from sao_jax.envs.prompts import load_problems
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     if values.problems:
       tasks = load_problems(values.problems)
     tasks = tasks[: values.limit]
-    build.check_prompts(tasks, config)
+    build.check_prompts(tasks, config, parts.model.chat)
     params, step = run_workdir.saved_policy(parts, workdir, values.step)
     sandbox = build.make_sandbox(config)
     output = open(values.output, 'w') if values.output else None
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     with output:
       for t in result.trajectories:
         row = {'prompt': t.prompt_id, 'reward': t.reward, 'stop_reason': t.stop_reason, **t.info}
-        output.write(json.dumps({**row, 'episode': tokens.show(t.tokens)}) + '\n')
+        output.write(json.dumps({**row, 'episode': parts.model.chat.show(t.tokens)}) + '\n')
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -7,11 +7,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from sao_jax import advantages as adv
-from sao_jax import diagnostics, losses
+from sao_jax import compression, diagnostics, losses, sharding
 from sao_jax.losses import LossOutput
-from sao_jax.models import heads
+from sao_jax.models import heads, lora, moe
 from sao_jax.types import Batch, Model
 
 Metrics = dict[str, jax.Array]
@@ -22,10 +23,12 @@ class TrainState:
   """Everything that an update changes. `step` is the policy version and the number of its checkpoint."""
 
   step: jax.Array  # [] int32
-  policy: Any  # params of the decoder
+  base: Any  # the frozen backbone that policy and critic adapt, one copy for both; {} where they are whole (no LoRA)
+  policy: Any  # params of the decoder, or its adapters
   policy_opt: Any
-  critic: Any  # {'backbone': params, 'head': params}; an empty dict without a critic
+  critic: Any  # {'backbone': params or adapters, 'head': params}; an empty dict without a critic
   critic_opt: Any
+  errors: Any  # what compressed sums owe, {'policy': ..., 'critic': ...} of [mesh.data, ...]; {} without compression
   skipped: jax.Array  # [] int32, updates skipped because something was not finite
 
 
@@ -63,6 +66,7 @@ class Numbers(NamedTuple):
   policy_minibatches: int  # sequential policy steps on disjoint parts of the batch
   micro_rows: int  # rows of a micro-batch
   logprob_chunk: int  # tokens whose logits are alive at once
+  num_experts: int  # of a mixture; 0: none, and no metrics of its load
 
 
 class Learner(NamedTuple):
@@ -72,14 +76,28 @@ class Learner(NamedTuple):
   update_critic: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def init_state(policy, critic, policy_tx, critic_tx) -> TrainState:
-  """State at version 0. `critic` is {} for methods without one."""
+class Spread(NamedTuple):
+  """How the work lies over devices."""
+
+  mesh: Mesh | None  # None: one device
+  compression: str  # of gradients that are summed over mesh.data, see `compression`
+
+
+def init_state(base, policy, critic, policy_tx, critic_tx, spread: Spread) -> TrainState:
+  """State at version 0. `base` is {} without adapters, `critic` {} for methods without one."""
+  errors = {}
+  if spread.compression != 'none':
+    copies = spread.mesh.shape['data']
+    zeros = lambda x: jnp.zeros((copies, *x.shape), jnp.float32)
+    errors = jax.tree.map(zeros, {'policy': policy, 'critic': critic})
   return TrainState(
     step=jnp.zeros((), jnp.int32),
+    base=base,
     policy=policy,
     policy_opt=policy_tx.init(policy),
     critic=critic,
     critic_opt=critic_tx.init(critic) if critic else (),
+    errors=errors,
     skipped=jnp.zeros((), jnp.int32),
   )
 
@@ -87,11 +105,6 @@ def init_state(policy, critic, policy_tx, critic_tx) -> TrainState:
 def previous(x: jax.Array) -> jax.Array:
   """[B, T, ...] moved one position to the right: what the prefix before token t ends with."""
   return jnp.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))[:, :-1]
-
-
-def _micro(batch: Batch, rows: int) -> Batch:
-  """[B, T] leaves as [B / rows, rows, T]."""
-  return jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
 
 
 def _flat(tree):
@@ -103,23 +116,73 @@ def _finite(*trees) -> jax.Array:
   return jnp.stack(leaves).all()
 
 
+def _hold(params, frozen):
+  """No gradient for the frozen leaves."""
+  return jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, params, frozen)
+
+
 def _select(condition, new, old):
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def policy_logprobs(model: Model, params, batch: Batch, *, temperature, chunk: int):
-  """Log-probability [B, T] of each token after the first of its segment, and the entropy [B, T] there."""
-  hidden = model.apply(params, batch.tokens, batch.positions, batch.segment_ids)
-  rows, length, width = hidden.shape
-  logprobs, entropy = heads.token_logprobs(
-    previous(hidden).reshape(-1, width),
+def policy_logprobs(
+  model: Model, params, batch: Batch, *, temperature, chunk: int, mesh: Mesh | None
+):
+  """Log-probability and entropy, each [B, T], of the action tokens, 0 elsewhere; and the experts' load [L, E]."""
+  hidden, load = model.observe(params, batch.tokens, batch.positions, batch.segment_ids)
+  logprobs, entropy = heads.action_logprobs(
+    previous(hidden),
     model.unembedding(params),
-    batch.tokens.reshape(-1),
+    batch.tokens,
+    batch.action_mask,
     temperature=temperature,
     chunk=chunk,
-    entropy=True,
+    parts=1 if mesh is None else mesh.shape['sequence'],
   )
-  return logprobs.reshape(rows, length), entropy.reshape(rows, length)
+  return logprobs, entropy, load
+
+
+def make_gradient(spread: Spread) -> Callable:
+  """(loss, params, fixed, micro-batches, errors) -> (value, aux of each micro-batch, gradient, errors).
+
+  `loss(params, fixed, micro) -> (value, (aux [rows, T] ..., load))`; `fixed` is what it reads besides. Micro-batches are a tree of
+  [n, rows, T]; values, gradients and loads are summed over them, all other aux stacked.
+  """
+
+  def local(loss, params, fixed, micros):
+    def one(carry, micro):
+      (value, (aux, load)), grads = jax.value_and_grad(loss, has_aux=True)(params, fixed, micro)
+      return jax.tree.map(jnp.add, carry, (value, load, grads)), aux
+
+    first = jax.tree.map(lambda x: x[0], micros)
+    _, (_, load) = jax.eval_shape(loss, params, fixed, first)
+    zero = jnp.zeros(()), jnp.zeros(load.shape, load.dtype), jax.tree.map(jnp.zeros_like, params)
+    (value, load, grads), aux = jax.lax.scan(one, zero, micros)
+    return value, (aux, load), grads
+
+  def gradient(loss, params, fixed, micros, errors):
+    if spread.compression == 'none':
+      return *local(loss, params, fixed, micros), errors
+
+    def shard(params, fixed, micros, errors):
+      value, (aux, load), grads = local(loss, params, fixed, micros)
+      owed = jax.tree.map(lambda x: x[0], errors)
+      grads, owed = compression.all_reduce(grads, owed, axis='data', kind=spread.compression)
+      value, load = jax.lax.psum((value, load), 'data')
+      return value, (aux, load), grads, jax.tree.map(lambda x: x[None], owed)
+
+    whole, cut = PartitionSpec(), PartitionSpec('data')
+    rows = PartitionSpec(None, 'data')
+    return jax.shard_map(
+      shard,
+      mesh=spread.mesh,
+      in_specs=(whole, whole, rows, cut),
+      out_specs=(whole, (rows, whole), whole, cut),
+      axis_names={'data'},
+      check_vma=False,
+    )(params, fixed, micros, errors)
+
+  return gradient
 
 
 def make_learner(
@@ -128,26 +191,33 @@ def make_learner(
   objective: PolicyObjective,
   policy_tx: optax.GradientTransformation,
   critic_tx: optax.GradientTransformation,
-  frozen: Any,
+  frozen: tuple[Any, Any],
   numbers: Numbers,
+  spread: Spread,
 ) -> Learner:
   """Binds everything that does not change during a run.
 
   Args:
-    frozen: tree of bools like the critic: leaves that never move. They get no gradient; `critic_tx` must
+    frozen: trees of bools like policy and critic: leaves that never move. They get no gradient; their optimiser must
       hold no state for them (see `freeze`).
   """
-  n = numbers
+  n, gradient = numbers, make_gradient(spread)
 
-  def evaluate_critic(critic, batch):
+  def cut(tree):
+    """[B, T] leaves as micro-batches [B / micro_rows, micro_rows, T]."""
+    rows = lambda x: x.reshape(-1, n.micro_rows, *x.shape[1:])
+    return jax.tree.map(lambda x: sharding.constrain(rows(x), spread.mesh, leading=1), tree)
+
+  def evaluate_critic(state, batch):
     """Values [B, T] of the prefix before each token, and bootstrap [B, T], over micro-batches."""
+    backbone = lora.join(state.base, state.critic['backbone'])
 
     def one(_, micro):
-      hidden = model.apply(critic['backbone'], micro.tokens, micro.positions, micro.segment_ids)
-      after = value_head.values(critic['head'], hidden)
+      hidden = model.apply(backbone, micro.tokens, micro.positions, micro.segment_ids)
+      after = value_head.values(state.critic['head'], hidden)
       return None, (previous(after), after * micro.truncated * n.bootstrap_truncated)
 
-    return _flat(jax.lax.scan(one, None, _micro(batch, n.micro_rows))[1])
+    return _flat(jax.lax.scan(one, None, cut(batch))[1])
 
   def gae(function, batch, values, bootstrap, lam):
     return function(
@@ -160,27 +230,31 @@ def make_learner(
       segment_ids=batch.segment_ids,
     )
 
+  def critic_loss(critic, fixed, xs):
+    base, denominator = fixed
+    micro, targets = xs
+    critic = _hold(critic, frozen[1])
+    backbone = lora.join(base, critic['backbone'])
+    hidden = model.apply(backbone, micro.tokens, micro.positions, micro.segment_ids)
+    # Padding may be NaN, and the head's gradient multiplies it by 0.
+    hidden = jnp.where(micro.action_mask[..., None] > 0, previous(hidden), 0)
+    value = value_head.loss(critic['head'], hidden, targets, micro.action_mask, denominator)
+    return value, ((), jnp.zeros(()))
+
   def critic_step(state, batch):
     """One optimiser step on the squared (or categorical) error to the lambda-return."""
-    values, bootstrap = evaluate_critic(state.critic, batch)
+    values, bootstrap = evaluate_critic(state, batch)
     targets = gae(adv.lambda_returns, batch, values, bootstrap, n.critic_lambda)
-    denominator = batch.action_mask.sum()
-
-    def loss(critic, micro, micro_targets):
-      critic = jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, critic, frozen)
-      hidden = model.apply(critic['backbone'], micro.tokens, micro.positions, micro.segment_ids)
-      # Padding may be NaN, and the head's gradient multiplies it by 0.
-      hidden = jnp.where(micro.action_mask[..., None] > 0, previous(hidden), 0)
-      return value_head.loss(critic['head'], hidden, micro_targets, micro.action_mask, denominator)
-
-    def accumulate(carry, xs):
-      return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(state.critic, *xs)), None
-
-    micro = _micro(batch, n.micro_rows), targets.reshape(-1, n.micro_rows, targets.shape[1])
-    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.critic)
-    (value, grads), _ = jax.lax.scan(accumulate, zero, micro)
+    fixed = state.base, batch.action_mask.sum()
+    value, _, grads, errors = gradient(
+      critic_loss, state.critic, fixed, cut((batch, targets)), state.errors.get('critic', {})
+    )
     updates, opt = critic_tx.update(grads, state.critic_opt, state.critic)
-    new = state.replace(critic=optax.apply_updates(state.critic, updates), critic_opt=opt)
+    new = state.replace(
+      critic=optax.apply_updates(state.critic, updates),
+      critic_opt=opt,
+      errors={**state.errors, 'critic': errors} if state.errors else {},
+    )
     metrics = {
       'loss/critic': value,
       'critic/grad_norm': optax.tree.norm(grads),
@@ -200,55 +274,56 @@ def make_learner(
     state, (metrics, finite) = jax.lax.scan(one, state, length=n.critic_updates)
     return state, jax.tree.map(lambda x: x[0], metrics), finite.all()
 
-  def policy_step(carry, batch_and_advantages):
-    """One optimiser step on one minibatch of rows."""
-    params, opt = carry
-    batch, advantages, old = batch_and_advantages
-    denominator = batch.action_mask.sum()
-    shape = (-1, n.micro_rows, batch.tokens.shape[1])
+  def policy_loss(params, fixed, xs):
+    base, denominator = fixed
+    micro, advantages, old = xs
+    logprobs, entropy, load = policy_logprobs(
+      model,
+      lora.join(base, _hold(params, frozen[0])),
+      micro,
+      temperature=n.temperature,
+      chunk=n.logprob_chunk,
+      mesh=spread.mesh,
+    )
+    out = objective.loss(logprobs, old, micro, advantages, denominator)
+    return out.loss, ((logprobs, entropy), load)
 
-    def loss(params, micro, micro_advantages, micro_old):
-      logprobs, entropy = policy_logprobs(
-        model, params, micro, temperature=n.temperature, chunk=n.logprob_chunk
+  def policy_step(state, part):
+    """One optimiser step on one minibatch of rows: part = (batch, advantages, old log-probabilities)."""
+    fixed = state.base, part[0].action_mask.sum()
+    value, (aux, load), grads, errors = gradient(
+      policy_loss, state.policy, fixed, cut(part), state.errors.get('policy', {})
+    )
+    updates, opt = policy_tx.update(grads, state.policy_opt, state.policy)
+    new = state.replace(
+      policy=optax.apply_updates(state.policy, updates),
+      policy_opt=opt,
+      errors={**state.errors, 'policy': errors} if state.errors else {},
+    )
+    logprobs, entropy = _flat(aux)
+    return new, (value, optax.tree.norm(grads), logprobs, entropy, load, _finite(value, grads))
+
+  def latest_logprobs(state, batch):
+    params = lora.join(state.base, state.policy)
+
+    def one(_, micro):
+      out = policy_logprobs(
+        model, params, micro, temperature=n.temperature, chunk=n.logprob_chunk, mesh=spread.mesh
       )
-      out = objective.loss(logprobs, micro_old, micro, micro_advantages, denominator)
-      return out.loss, (logprobs, entropy)
+      return None, out[0]
 
-    def accumulate(grads, xs):
-      (value, aux), more = jax.value_and_grad(loss, has_aux=True)(params, *xs)
-      return jax.tree.map(jnp.add, grads, more), (value, aux)
-
-    zero = jax.tree.map(jnp.zeros_like, params)
-    xs = _micro(batch, n.micro_rows), advantages.reshape(shape), old.reshape(shape)
-    grads, (values, (logprobs, entropy)) = jax.lax.scan(accumulate, zero, xs)
-    updates, opt = policy_tx.update(grads, opt, params)
-    new = optax.apply_updates(params, updates)
-    finite = _finite(values, grads)
-    return (new, opt), (values.sum(), optax.tree.norm(grads), *_flat((logprobs, entropy)), finite)
+    return _flat(jax.lax.scan(one, None, cut(batch))[1])
 
   def policy_phase(state, batch, advantages):
     """`policy_minibatches` policy steps; the first sees every r as the engine left it."""
     parts = n.policy_minibatches
     old = jnp.zeros_like(batch.behavior_logprobs)
     if objective.uses_old_logprobs:
-      old = _flat(
-        jax.lax.scan(
-          lambda _, micro: (
-            None,
-            policy_logprobs(
-              model, state.policy, micro, temperature=n.temperature, chunk=n.logprob_chunk
-            )[0],
-          ),
-          None,
-          _micro(batch, n.micro_rows),
-        )[1]
-      )
+      old = latest_logprobs(state, batch)
     # Rows are packed long first, so minibatch j takes rows j, j + parts, ...
     deal = lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
     parted = jax.tree.map(deal, (batch, advantages, old))
-    carry = state.policy, state.policy_opt
-    carry, (loss, norm, logprobs, entropy, finite) = jax.lax.scan(policy_step, carry, parted)
-    moved = state.replace(policy=carry[0], policy_opt=carry[1])
+    moved, (loss, norm, logprobs, entropy, load, finite) = jax.lax.scan(policy_step, state, parted)
     flat = _flat(parted)
     logprobs, entropy = _flat((logprobs, entropy))
     out = objective.loss(logprobs, flat[2], flat[0], flat[1], batch.action_mask.sum())
@@ -269,6 +344,8 @@ def make_learner(
       'policy/entropy': _mean(entropy, mask),
       'mismatch/k3': diagnostics.mismatch_k3(logprobs, flat[0].behavior_logprobs, mask),
     }
+    if n.num_experts:
+      metrics |= moe.load_metrics(load.sum(axis=0))
     return moved, metrics, finite.all()
 
   def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -276,8 +353,8 @@ def make_learner(
     advantages = batch.advantages
     if n.critic_updates:
       state, metrics, ok = critic_phase(state, batch)
-      critic = state.critic if n.advantage_values == 'after' else before.critic
-      values, bootstrap = evaluate_critic(critic, batch)
+      judge = state if n.advantage_values == 'after' else before
+      values, bootstrap = evaluate_critic(judge, batch)
       lam = adv.length_adaptive_lambda(batch.num_actions, alpha=n.alpha)
       advantages = gae(adv.skip_observation_gae, batch, values, bootstrap, lam)
       centered = advantages - _mean(advantages, batch.action_mask)
@@ -327,11 +404,13 @@ def freeze(tx: optax.GradientTransformation, frozen: Any) -> optax.GradientTrans
   return optax.multi_transform({'trained': tx, 'frozen': optax.set_to_zero()}, labels)
 
 
-def make_supervised_update(model: Model, tx: optax.GradientTransformation, *, chunk: int):
+def make_supervised_update(
+  model: Model, tx: optax.GradientTransformation, *, chunk: int, mesh: Mesh | None
+):
   """(params, opt, batch) -> (params, opt, mean negative log-likelihood of the agent's tokens, nats)."""
 
   def loss(params, batch):
-    logprobs, _ = policy_logprobs(model, params, batch, temperature=1.0, chunk=chunk)
+    logprobs, *_ = policy_logprobs(model, params, batch, temperature=1.0, chunk=chunk, mesh=mesh)
     return -_mean(logprobs, batch.action_mask)
 
   def update(params, opt, batch: Batch):

@@ -40,6 +40,8 @@ class Learning:
     ..., Awaitable[Any]
   ]  # (what, function, *args): beside the event loop, under a deadline
   engine: Engine | Replayer  # where versions are published
+  export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
+  place: Callable[[Batch], Batch]  # from the host to where the learner takes it
   journal: (
     Journal | Replayer | None
   )  # what becomes of each version's digest; None: the run is not recorded
@@ -62,7 +64,7 @@ class Run:
   writer: MetricsWriter
   clock: Clock
   stop: asyncio.Event
-  evaluate: Callable[[Any, int], None]  # (params, step): starts scoring a copy beside the run
+  evaluate: Callable[[TrainState, int], None]  # (state, step): starts scoring a copy beside the run
   evaluated: Callable[[], Awaitable[None]]  # waits for it
   show: Callable[[str, int, int, dict[str, Any]], None]  # (phase, step, total, metrics)
   alarms: Alarms
@@ -116,7 +118,7 @@ async def train(run: Run, state: TrainState) -> TrainState:
     if (version + 1) % run.save_every == 0 or version + 1 == run.num_steps:
       await save(run, state)
     if (version + 1) % run.evaluate_every == 0 and version + 1 < run.num_steps:
-      run.evaluate(state.policy, version + 1)
+      run.evaluate(state, version + 1)
   return state
 
 
@@ -134,7 +136,7 @@ async def learn(
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
   if recorded:
     await learning.journal.updated(int(state.step), digest)
-  publish(learning.engine, state)
+  learning.engine.load(learning.export(state), int(state.step))
   return state, measured
 
 
@@ -158,7 +160,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine) -> Any:
 
 
 def prepare(learning: Learning, trajectories: list[Trajectory], version: int) -> Batch:
-  """The packed batch. The baseline learns from it.
+  """The packed batch, where the learner takes it. The baseline learns from it.
 
   Raises:
     LedgerError: a token beyond the staleness bound would train.
@@ -176,12 +178,7 @@ def prepare(learning: Learning, trajectories: list[Trajectory], version: int) ->
   lag = (batch.staleness * batch.mask).max()
   if lag > bound:
     raise LedgerError(f'a token {lag} versions old would train, and the bound is {bound}')
-  return batch
-
-
-def publish(engine: Engine, state: TrainState) -> None:
-  """Hands the engine a copy of the policy: the learner donates its own buffers at the next update."""
-  engine.load(jax.tree.map(jnp.copy, state.policy), int(state.step))
+  return learning.place(batch)
 
 
 def count(run: Run) -> dict[str, float]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from sao_jax import build, checkpoint, learner, loop
+from sao_jax import build, checkpoint, loop
 from sao_jax import workdir as run_workdir
 from sao_jax.evaluate import Evaluation, evaluate
 from sao_jax.learner import TrainState
+from sao_jax.models import lora
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime import watchdog
@@ -102,15 +102,17 @@ async def execute(
   close_sandbox = outside.wrap(sandbox.close, 0.0) if outside else sandbox.close
   async with closing(close_sandbox, *([outside.close] if outside else []), guard.stop):
     work = make_work(parts, waits)
-    if checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
-      warm = jax.jit(parts.init_policy)(jax.random.key(c.seed))
-    else:
-      warm = await warm_start(
-        parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
+    state = None
+    if not checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
+      state = fresh_state(
+        parts,
+        await warm_start(
+          parts, workdir, work=work, stop=stop, show=screen.update, note=screen.note
+        ),
       )
-    programs = await asyncio.to_thread(build.programs_of, parts, warm)
+    programs = await asyncio.to_thread(build.programs_of, parts)
     place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
-    result = await learn(place, warm)
+    result = await learn(place, state)
     if heart is not None:
       heart.stop()  # only of a run that ended well: the others must not wait for one that failed
     return result
@@ -181,9 +183,9 @@ async def closing(*closers: Callable[[], Any]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def serving(parts: build.Parts, params: Any, sandbox: Any) -> AsyncIterator[build.Services]:
-  """Engines and grader outside of a run, on a real clock; the sandbox is closed with them."""
+  """Engines and grader outside of a run, on a real clock, with exported params; the sandbox is closed with them."""
   waits = watchdog.Waits(asyncio.get_running_loop().time)
-  services = build.Services(parts, build.programs_of(parts, params), params, sandbox, waits=waits)
+  services = build.Services(parts, build.programs_of(parts), params, sandbox, waits=waits)
   async with closing(services.close, sandbox.close):
     yield services
 
@@ -205,11 +207,12 @@ async def score(
   )
 
 
-def fresh_state(parts: build.Parts, policy: Any) -> TrainState:
-  """At version 0, from a copy of the policy. Value pretraining gives the critic its head."""
-  c, policy = parts.config, jax.tree.map(jnp.copy, policy)
+def fresh_state(parts: build.Parts, params: Any) -> TrainState:
+  """At version 0, from the whole parameters, which are the learner's to donate from now on. Value pretraining gives the critic its head."""
+  c = parts.config
+  base, policy = lora.split(params) if c.model.lora_rank else ({}, params)
   critic = parts.init_critic(policy, (c.value.low + c.value.high) / 2)
-  return learner.init_state(policy, critic, parts.policy_tx, parts.critic_tx)
+  return parts.placed(parts.init_state(base, policy, critic))
 
 
 def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loop.Learning:
@@ -218,6 +221,8 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
     learner=parts.learner,
     work=work,
     engine=engine,
+    export=parts.model.export,
+    place=parts.model.place,
     journal=journal,
     baseline=parts.baseline,
     max_staleness=c.runtime.max_staleness,
@@ -227,22 +232,26 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
   )
 
 
-async def learn(place: Place, warm: Any) -> dict[str, float]:
-  """Value pretraining and RL, from the last checkpoint on if there is one, and back to it when the run diverges."""
+async def learn(place: Place, state: TrainState | None) -> dict[str, float]:
+  """Value pretraining and RL from `state` on, or from the last checkpoint if there is one; back to it when the run diverges."""
   back = None
   while True:
     try:
-      return await _attempt(place, warm, back)
+      return await _attempt(place, state, back)
     except _GoBack as alarm:
-      back = alarm
+      back, state = alarm, None
 
 
-async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, float]:
+async def _attempt(
+  place: Place, state: TrainState | None, back: _GoBack | None
+) -> dict[str, float]:
   parts, workdir, waits = place.parts, place.workdir, place.waits
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
-  state, host, trajectories = fresh_state(parts, warm), {}, ()
+  host, trajectories = {}, ()
   if saved := checkpoint.steps(root):
-    restored = await asyncio.to_thread(checkpoint.restore, root, saved[-1], state, run_id=identity)
+    restored = await asyncio.to_thread(
+      checkpoint.restore, root, saved[-1], parts.state, run_id=identity
+    )
     state, host, trajectories = restored.state, restored.host, restored.trajectories
   time_s, event_loop = host.get('time_s', 0.0), asyncio.get_running_loop()
   if place.outside is None:
@@ -254,17 +263,19 @@ async def _attempt(place: Place, warm: Any, back: _GoBack | None) -> dict[str, f
   if c.runtime.record:
     journal = Journal(workdir, resume_at=host.get('replay_bytes', 0))
   async with closing(*([journal.close] if journal else [])):
+    exported = parts.model.export(state)
     services = build.Services(
       parts,
       place.programs,
-      warm,
+      exported,
       place.sandbox,
       waits=waits,
       journal=journal,
       outside=place.outside,
     )
     async with closing(services.close):
-      loop.publish(services.engine, state)
+      services.engine.load(exported, int(state.step))
+      del exported
       ledger = Ledger(workdir / 'events.jsonl', clock, resume_at=host.get('ledger_bytes', 0))
       writer = MetricsWriter(workdir, resume_at=host.get('metrics_bytes', 0))
       dispatcher = Dispatcher(
@@ -347,9 +358,9 @@ async def _improve(
       screen.note(f'resumed at update {step} of {run.num_steps}')
       if 0 < step < run.num_steps and step % run.evaluate_every == 0 and step not in done:
         # It was lost with the process.
-        evaluations.start(state.policy, step)
+        evaluations.start(state, step)
     else:
-      await loop.unless_stopped(run.stop, evaluations.now(state.policy, 0))
+      await loop.unless_stopped(run.stop, evaluations.now(state, 0))
       state = await pretrain_values(run, parts, state, screen)
       loop.count(run)  # what came before is no update's
       await loop.save(run, state)
@@ -357,7 +368,7 @@ async def _improve(
     await loop.unless_stopped(run.stop, evaluations.finish())
     if run.num_steps not in done:
       done[run.num_steps] = await loop.unless_stopped(
-        run.stop, evaluations.now(state.policy, run.num_steps)
+        run.stop, evaluations.now(state, run.num_steps)
       )
       await loop.save(run, state)  # with the last score
     run.ending = 'run_ended'
@@ -422,7 +433,7 @@ async def learn_values(
   if index == 0:
     mean_return = float(np.mean([t.reward for t in trajectories]))
     critic = parts.init_critic(state.policy, mean_return)
-    state = state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic))
+    state = parts.placed(state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic)))
   batch = loop.prepare(learning, trajectories, 0)
   for _ in range(c.value.updates_per_batch):
     state, metrics, digest = await learning.work(
@@ -447,11 +458,11 @@ class Evaluations:
   fail: Callable[[Exception], None]  # tells the run of an evaluation that went wrong beside it
   running: asyncio.Task | None = None
 
-  def start(self, params: Any, step: int) -> None:
-    """Evaluates a copy of the params in the background, after the evaluation that may still run."""
+  def start(self, state: TrainState, step: int) -> None:
+    """Evaluates a copy of the policy in the background, after the evaluation that may still run."""
     # Copied now: the next update donates the original before the evaluation may begin.
-    copy = jax.tree.map(jnp.copy, params)
-    self.running = asyncio.create_task(self._after(self.running, copy, step))
+    params = self.parts.model.export(state)
+    self.running = asyncio.create_task(self._after(self.running, params, step))
 
   async def _after(self, earlier: asyncio.Task | None, params: Any, step: int) -> None:
     if earlier is not None:
@@ -462,9 +473,9 @@ class Evaluations:
       self.fail(error)
       raise
 
-  async def now(self, params: Any, step: int) -> dict[str, float]:
-    """Evaluates a copy of the params, records and returns the metrics."""
-    return await self._score(jax.tree.map(jnp.copy, params), step)
+  async def now(self, state: TrainState, step: int) -> dict[str, float]:
+    """Evaluates a copy of the policy, records and returns the metrics."""
+    return await self._score(self.parts.model.export(state), step)
 
   async def _score(self, params: Any, step: int) -> dict[str, float]:
     """Evaluates params that the engine may keep."""

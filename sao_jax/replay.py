@@ -3,11 +3,13 @@
 import asyncio
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sao_jax import build, checkpoint, loop, phases
 from sao_jax import workdir as run_workdir
 from sao_jax.engines.local import LocalEngine
+from sao_jax.engines.programs import Programs
+from sao_jax.learner import TrainState
 from sao_jax.runtime import replay as record
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.watchdog import Waits
@@ -44,24 +46,24 @@ async def replay(parts: build.Parts, workdir: Path, *, screen: phases.Screen) ->
   warm = await warm_start(
     parts, workdir, work=work, stop=asyncio.Event(), show=screen.update, note=screen.note
   )
-  programs = build.programs_of(parts, warm)
-  return await repeat(parts, workdir, warm, programs, work=work, show=screen.update)
+  state, programs = phases.fresh_state(parts, warm), build.programs_of(parts)
+  return await repeat(parts, workdir, state, programs, work=work, show=screen.update)
 
 
 async def repeat(
-  parts: build.Parts, workdir: Path, warm: Any, programs: Any, *, work, show
+  parts: build.Parts, workdir: Path, state: TrainState, programs: Programs, *, work, show
 ) -> Replayed:
-  """As `replay`, from the policy `warm` on. work: see `phases.make_work`; show: (phase, step, total, metrics)."""
+  """As `replay`, from the state of version 0 on. work: see `phases.make_work`; show: (phase, step, total, metrics)."""
   c = parts.config
 
   def make_engine(params, version):
     return LocalEngine(programs, params, version=version, name='replay')
 
-  play = functools.partial(build.play_on, c)
+  play = functools.partial(build.play_on, c, programs.vocab_size)
   replayer = record.Replayer(record.read(workdir), play, parts.source.task, make_engine)
   learning = phases.make_learning(parts, work, replayer, replayer, None)
-  state, complete = phases.fresh_state(parts, warm), False
-  loop.publish(replayer, state)
+  complete = False
+  replayer.load(learning.export(state), int(state.step))
   try:
     for index in range(c.value.num_batches):
       trajectories = await replayer.take(c.train.batch_size)

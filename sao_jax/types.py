@@ -205,8 +205,11 @@ class Model(NamedTuple):
 
   init: Any  # (key) -> params
   apply: Any  # (params, tokens [B,T], positions [B,T], segment_ids [B,T]) -> hidden [B,T,D] after the last norm
+  observe: (
+    Any  # as apply -> (hidden, load [L, E]: tokens that each expert got; [L, 0] without experts)
+  )
   init_cache: Any  # (num_rows, num_positions) -> cache, a pytree of arrays with rows on axis 1
-  extend: Any  # (params, cache, tokens [B,T], start [B]) -> (hidden [B,T,D], cache); see models.transformer
+  extend: Any  # (params, cache, tokens [B,T], start [B], counts [B]) -> (hidden [B,T,D], cache); see models.transformer
   unembedding: (
     Any  # (params) -> [V, D]: logits = hidden @ unembedding.T; the embedding table itself when tied
   )

@@ -35,7 +35,9 @@ async def warm_start(
   if c.supervised.workdir:
     root = Path(c.supervised.workdir) / 'checkpoints' / 'supervised'
     identity = run_workdir.run_id(run_workdir.saved_config(Path(c.supervised.workdir)))
-  params = jax.jit(parts.init_policy)(jax.random.key(c.seed))
+  params = parts.model.init(c.seed)
+  if not (c.supervised.num_steps or c.supervised.workdir):
+    return params
   state = {'params': params, 'opt': parts.supervised_tx.init(params)}
   done = 0
   if saved := checkpoint.steps(root):
@@ -57,7 +59,8 @@ async def warm_start(
     last = step + 1 == c.supervised.num_steps
     following = None if last else asyncio.to_thread(_demonstrations, parts, step + 1)
     (state, loss), batch = await asyncio.gather(
-      work(STEP, _supervised_step, update, state, batch), following or asyncio.sleep(0)
+      work(STEP, _supervised_step, update, state, parts.model.place(batch)),
+      following or asyncio.sleep(0),
     )
     if not np.isfinite(loss):
       raise RunFailed(

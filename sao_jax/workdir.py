@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-import jax
 from ml_collections import ConfigDict
 
-from sao_jax import build, checkpoint, learner
+from sao_jax import build, checkpoint
 from sao_jax.report.metrics import read_metrics
 
 
@@ -93,7 +92,7 @@ def saved_config(workdir: Path) -> ConfigDict:
 
 
 def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
-  """Policy params of a checkpoint of a run, the last one for None, and its update.
+  """The policy of a checkpoint of a run as engines take it, the last one for None, and its update.
 
   Raises:
     ValueError: if there is no such checkpoint.
@@ -104,11 +103,8 @@ def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[A
     raise ValueError(
       f'{root} has checkpoints of the updates {steps}: step {step} is not among them'
     )
-  policy = parts.init_policy(jax.random.key(0))
-  like = learner.init_state(
-    policy, parts.init_critic(policy, 0.0), parts.policy_tx, parts.critic_tx
-  )
   chosen = steps[-1] if step is None else step
   # The id of the run as it was trained: evaluation settings may differ here.
   identity = run_id(saved_config(workdir))
-  return checkpoint.restore(root, chosen, like, run_id=identity).state.policy, chosen
+  state = checkpoint.restore(root, chosen, parts.state, run_id=identity).state
+  return parts.model.export(state), chosen

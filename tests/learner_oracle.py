@@ -42,6 +42,7 @@ NUMBERS = learner.Numbers(
   policy_minibatches=1,
   micro_rows=1,
   logprob_chunk=4,
+  num_experts=0,
 )
 RATE = {'policy': 0.5, 'critic': 0.1}
 
@@ -56,6 +57,12 @@ def apply(params, tokens, positions, segment_ids):
 def apply_nan_padding(params, tokens, positions, segment_ids):
   hidden = apply(params, tokens, positions, segment_ids)
   return jnp.where(segment_ids[..., None] > 0, hidden, jnp.nan)
+
+
+def table(apply):
+  """A model of one function."""
+  observe = lambda *args: (apply(*args), jnp.zeros((1, 0)))
+  return Model(None, apply, observe, None, None, lambda params: params['unembed'], V)
 
 
 def squared(head, hidden, targets, mask, denominator):
@@ -80,7 +87,8 @@ def dis(numbers):
   return learner.PolicyObjective(loss, uses_old_logprobs=False)
 
 
-TABLE = Model(None, apply, None, None, lambda params: params['unembed'], V)
+TABLE = table(apply)
+ALONE = learner.Spread(mesh=None, compression='none')
 HEAD = learner.ValueHead(heads.scalar_values, squared)
 SGD = optax.sgd(RATE['policy']), optax.sgd(RATE['critic'])
 ADAM = optax.adamw(1e-2, weight_decay=0.1), optax.adamw(1e-2, weight_decay=0.1)
@@ -109,9 +117,12 @@ def quick():
 def make(numbers=NUMBERS, *, model=TABLE, head=HEAD, objective=None, txs=SGD, freeze_skew=False):
   """(jitted learner, state at version 0), compiled once for equal arguments."""
   frozen = SKEW_FROZEN if freeze_skew else jax.tree.map(lambda _: False, CRITIC)
-  made = learner.make_learner(model, head, objective or dis(numbers), *txs, frozen, numbers)
+  frozen = jax.tree.map(lambda _: False, POLICY), frozen
+  made = learner.make_learner(
+    model, head, objective or dis(numbers), *txs, frozen, numbers, ALONE
+  )
   critic = CRITIC if numbers.critic_updates else {}
-  state = learner.init_state(*jax.tree.map(jnp.asarray, (POLICY, critic)), *txs)
+  state = learner.init_state({}, *jax.tree.map(jnp.asarray, (POLICY, critic)), *txs, ALONE)
   return learner.Learner(*(jax.jit(f, compiler_options=quick()) for f in made)), state
 
 

@@ -16,6 +16,9 @@ FLOORS = {
   'diagnostics': 1,
   'batching': 1,
   'tokens': 1,
+  'chats': 1,
+  'sharding': 1,
+  'compression': 1,
   'sandbox': 1,
   'models': 2,
   'learner': 2,
@@ -42,8 +45,10 @@ SIDEWAYS = {
   ('critics', 'losses'),
   ('critics', 'diagnostics'),
   ('learner', 'models'),
+  ('chats', 'tokens'),
   ('runtime', 'report'),
   ('evaluate', 'runtime'),
+  ('checkpoint', 'runtime'),
 }
 EFFECTS = {
   'os', 'time', 'threading', 'asyncio', 'random', 'subprocess', 'logging', 'absl', 'ml_collections', 'orbax',

@@ -3,7 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +58,7 @@ def config(variant='sao', **changes):
     ({'sao__advantages': 'mean'}, r"sao\.advantages='mean' must be one of"),
     ({'sao__advantage_values': 'during'}, r"sao\.advantage_values='during'"),
     ({'value__head': 'vector'}, r"value\.head='vector'"),
-    ({'model__num_experts': 8}, r'model\.num_experts=8'),
+    ({'model__num_experts': 8}, r'model\.experts_per_token 0 must be from 1'),
     ({'train__group_size': 3}, r'train\.batch_size=64 must be a multiple of train\.group_size=3'),
     ({'sao__critic_updates': 0}, r'sao\.critic_updates=0: gae needs a critic'),
     ({'sao__advantages': 'running_mean'}, r"sao\.advantages='running_mean' with sao\.critic_updates=2"),
@@ -99,7 +98,7 @@ def test_frozen_leaves_are_the_attention_projections_and_their_norms():
   # q, k, v, o and the two QK norms of scanned layers.
   words = build.parts(config()).notes[0]
   assert 'attention 6 arrays' in words and 'attention is frozen' in words
-  words = build.parts(config(sao__freeze_attention=False)).notes[0]
+  words = build.parts(config(critic__frozen=())).notes[0]
   assert 'nothing of the critic is frozen' in words
 
 
@@ -126,6 +125,7 @@ def test_every_number_of_an_update_comes_from_its_field():
     'sao__policy_minibatches': 4,
     'train__micro_rows': 2,
     'train__logprob_chunk': 32,
+    'model__num_experts': 8,
   }
   default, got = methods.numbers(config()), methods.numbers(config(**fields))
   assert got._asdict() == {field.split('__')[1]: value for field, value in fields.items()}
@@ -248,26 +248,16 @@ def test_budgets_of_other_kinds_and_configs_of_other_versions_are_refused():
 
 
 def test_the_model_has_the_width_of_the_config():
-  shapes = jax.eval_shape(assemble._model(config(model__width=32)).init, jax.random.key(0))
-  assert shapes['embed']['embedding'].shape[1] == 32
+  assert build.parts(config(model__width=32)).state.policy['embed']['embedding'].shape[1] == 32
 
 
 def test_a_categorical_critic_builds_and_refuses_returns_outside_its_support():
   parts = build.parts(config(value__head='categorical', value__low=-1.0))
-  critic = parts.init_critic(parts.init_policy(jax.random.key(0)), 0.25)
+  critic = parts.init_critic(parts.model.init(0), 0.25)
   assert critic['head']['kernel'].shape[1] == 51
   parts.baseline([trajectory('a', [0, 1], reward=1.0)], None)
   with pytest.raises(RunFailed, match=r'episode a has return 1.5, outside value.low=-1.0'):
     parts.baseline([trajectory('a', [0, 1], reward=1.5)], None)
-
-
-def test_the_paper_variant_lacks_nothing_but_experts_and_its_files(tmp_path):
-  path = tmp_path / 'p.jsonl'
-  path.write_text('{"question": "1+1", "answer": 2}')
-  with pytest.raises(ValueError, match=r'model\.num_experts=128'):
-    build.parts(config('paper'))
-  files = {'data__path': str(path), 'data__heldout_path': str(path)}
-  build.parts(config('paper', model__num_experts=0, **files))
 
 
 @pytest.mark.parametrize('max_tokens', [10, 15])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sao_jax import batching, build, loop, phases, tokens
+from sao_jax import batching, build, loop, tokens
 from sao_jax.engines.local import LocalEngine
 from sao_jax.envs.grading import Grader
 from sao_jax.envs.math_python import MathPython
@@ -86,7 +86,7 @@ def test_staleness_0_is_the_synchronous_trainer(world, tmp_path):
 def synchronous(world, parts) -> list[str]:
   """A trainer without a runtime: plays a batch, learns from it, plays the next one. Digests after each update."""
   c, size = parts.config, parts.config.train.batch_size
-  state, digests = phases.fresh_state(parts, world.warm), []
+  state, digests = tiny.fresh_state(world, parts), []
 
   async def play(index: int, engine, sandbox, grader):
     seed = np.random.SeedSequence([c.seed, index, 0, 0]).generate_state(1)[0] >> 1
@@ -98,7 +98,8 @@ def synchronous(world, parts) -> list[str]:
       observation_bytes=c.env.observation_bytes,
     )
     name = {'episode': f'{index:06d}-0-0', 'group': str(index)}
-    return await build.play_on(c, env, engine, parts.source.task(index), seed=int(seed), **name)
+    task = parts.source.task(index)
+    return await build.play_on(c, tokens.VOCAB_SIZE, env, engine, task, seed=int(seed), **name)
 
   async def batch(number: int, *tools):
     policy = jax.tree.map(jnp.copy, state.policy)

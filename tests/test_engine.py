@@ -12,6 +12,7 @@ from sao_jax import types
 from sao_jax.engines import local, programs
 from sao_jax.models import heads, transformer
 from sao_jax.types import FinishReason
+from tests.models import PLAIN
 
 VOCAB, LENGTH, STOP = 17, 48, 0
 
@@ -19,6 +20,7 @@ VOCAB, LENGTH, STOP = 17, 48, 0
 @functools.cache
 def model():
   return transformer.make(
+    **PLAIN,
     vocab_size=VOCAB,
     width=16,
     num_layers=2,
@@ -114,7 +116,9 @@ def replay(tokens, versions, temperature):
   rows = []
   for t, (token, version) in enumerate(zip(tokens, versions, strict=True)):
     piece = np.asarray([[token]], np.int32)
-    hidden, cache = feed()(params(version), cache, piece, np.asarray([t], np.int32))
+    hidden, cache = feed()(
+      params(version), cache, piece, np.asarray([t], np.int32), np.ones(1, np.int32)
+    )
     table = model().unembedding(params(version)).astype(np.float64)
     logits = table @ np.asarray(hidden, np.float64)[0, 0] / temperature
     rows.append(logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max())

@@ -34,6 +34,7 @@ from tests.learner_oracle import (
   oracle_value,
   pack,
   quick,
+  table,
 )
 
 OTHER = NUMBERS._replace(
@@ -162,7 +163,7 @@ def test_supervised_update_by_hand():
   tokens, mask = [1, 2, 3, 4, 2], [0, 1, 1, 0, 1]
   batch = pack([batching.supervised_trajectory('s', tokens, mask)])
   tx = optax.sgd(0.5)
-  update = jax.jit(learner.make_supervised_update(TABLE, tx, chunk=2), compiler_options=quick())
+  update = jax.jit(learner.make_supervised_update(TABLE, tx, chunk=2, mesh=None), compiler_options=quick())
   params, _, loss = update(POLICY, tx.init(POLICY), batch)
   terms = [(np.asarray(tokens), t, -1 / 3) for t in (1, 2, 4)]
   expected = [-oracle_distribution(POLICY, tokens, t, 1.0)[0] for t in (1, 2, 4)]
@@ -330,7 +331,7 @@ def test_what_stands_off_the_actions_changes_no_bit():
 
 
 def test_padding_may_be_nan_inside_the_model():
-  made, start = make(model=TABLE._replace(apply=apply_nan_padding))
+  made, start = make(model=table(apply_nan_padding))
   state, metrics = made.update(start, pack())
   assert metrics['updates/skipped'] == 0
   assert_close((state, metrics), make()[0].update(start, pack()), rtol=1e-6, atol=0)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from sao_jax.models import transformer
+from tests.models import PLAIN
 
 TINY = {
+  **PLAIN,
   'vocab_size': 17,
   'width': 12,
   'num_layers': 2,
@@ -175,16 +177,35 @@ def test_extend_in_any_chunks_equals_apply(changes):
   for chunks in ((1,) * 8, (4, 4), (1, 4, 1, 1, 1)):
     cache = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), init_cache(changes))
     for at in range(2):  # row 0 sits beyond the cache meanwhile
-      _, cache = extend(params, cache, tokens[:, at : at + 1], np.array([12, at], np.int32))
+      _, cache = extend(
+        params, cache, tokens[:, at : at + 1], np.array([12, at], np.int32), every(1)
+      )
     start = np.array([0, 2], np.int32)
     for size in chunks:
       piece = np.stack([tokens[row, at : at + size] for row, at in enumerate(start)])
-      hidden, cache = extend(params, cache, piece, start)
+      hidden, cache = extend(params, cache, piece, start, every(size))
       for row, at in enumerate(start):
         np.testing.assert_allclose(hidden[row], whole[row, at : at + size], atol=1e-5)
       start = start + np.int32(size)
     written = np.isfinite(cache[0]).all(axis=(0, 2, 4))  # [rows, C]
     np.testing.assert_array_equal(written, np.arange(12) < np.array([[8], [10]]))
+
+
+def every(size):
+  """Both rows have `size` new tokens."""
+  return np.full(2, size, np.int32)
+
+
+def test_tokens_after_the_count_are_not_written():
+  extend, params = compiled()[1], params_of()
+  cache = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), init_cache({}))
+  start, counts = np.array([3, 5], np.int32), np.array([2, 0], np.int32)
+  _, after = extend(params, cache, tokens_of((2, 4)), start, counts)
+  for old, new in zip(cache, after, strict=True):
+    changed = (old != new).any(axis=(0, 2, 4))
+    np.testing.assert_array_equal(
+      changed, np.isin(np.arange(12), (3, 4)) & np.array([[True], [False]])
+    )
 
 
 def init_cache(changes):
@@ -195,7 +216,9 @@ def test_positions_beyond_the_cache_are_dropped():
   extend, params = compiled()[1], params_of()
   cache = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), init_cache({}))
   # Row 0 writes positions 10 and 11 and drops two; row 1 drops all.
-  _, after = extend(params, cache, tokens_of((2, 4), seed=1), np.array([10, 12], np.int32))
+  _, after = extend(
+    params, cache, tokens_of((2, 4), seed=1), np.array([10, 12], np.int32), every(4)
+  )
   for old, new in zip(cache, after, strict=True):
     np.testing.assert_array_equal(old[:, 1], new[:, 1])
     np.testing.assert_array_equal(old[:, 0, :, :10], new[:, 0, :, :10])
@@ -206,7 +229,8 @@ def test_a_donated_cache_is_updated_in_place():
   model, params = make(), params_of()
   cache = jax.eval_shape(lambda: model.init_cache(64, 256))
   tokens, start = np.zeros((64, 1), np.int32), np.zeros(64, np.int32)
-  compiled = jax.jit(model.extend, donate_argnums=1).lower(params, cache, tokens, start).compile()
+  extend = jax.jit(model.extend, donate_argnums=1)
+  compiled = extend.lower(params, cache, tokens, start, start).compile()
   memory = compiled.memory_analysis()
   size = sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
   assert memory.alias_size_in_bytes >= size
@@ -224,7 +248,9 @@ def test_bfloat16_computes_in_bfloat16_on_float32_parameters():
   error = np.abs(np.asarray(hidden, np.float32) - exact).mean() / np.abs(exact).mean()
   assert 1e-4 < error < 0.03
   start = np.zeros(2, np.int32)
-  hidden, cache = jax.eval_shape(model.extend, params, model.init_cache(2, 12), tokens, start)
+  hidden, cache = jax.eval_shape(
+    model.extend, params, model.init_cache(2, 12), tokens, start, every(10)
+  )
   assert hidden.dtype == cache[0].dtype == jnp.bfloat16
 
 
@@ -289,7 +315,7 @@ def test_partition_refuses_trees_it_does_not_know():
   layers = params['layers']
   renamed = {**layers['attention'], 'query': layers['attention']['q']}
   del renamed['q']
-  with pytest.raises(ValueError, match='layers/attention/q/kernel'):
+  with pytest.raises(ValueError, match='layers/attention/q'):
     transformer.partition({**params, 'layers': {**layers, 'attention': renamed}})
   with pytest.raises(ValueError, match='layers/attention'):
     transformer.partition({'backbone': params})

@@ -25,6 +25,10 @@ FROZEN = [
   '#n<28: n%8<n%3',
   '#n<262: n%6==1 and n%3==n%11',
   '#n<126: n*n%7==1 or n%7==n%12 and n%6!=3',
+  '5 + 0',
+  '39 + 81',
+  '475 + 107',
+  '7178 + 4481',
 ]
 GRID = [(kind, level) for kind in KINDS for level in LEVELS]
 
@@ -62,6 +66,8 @@ def solve(question):
   if question.startswith('#'):
     limit, condition = re.fullmatch(r'#n<(\d+): (.*)', question).groups()
     return len([n for n in range(int(limit)) if eval(condition, {'n': n})])
+  if ' + ' in question:
+    return sum(map(int, question.split(' + ')))
   left, modulus = re.fullmatch(r'(.*?)(?: mod (\d+))?=\?', question).groups()
   value = eval(left.replace('^', '**'))
   return value % int(modulus) if modulus else value

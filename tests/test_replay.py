@@ -42,10 +42,11 @@ def replay(world, workdir, parts=None) -> replaying.Replayed:
   parts = parts or parts_of()
 
   async def main():
+    state = tiny.fresh_state(world, parts)
     return await replaying.repeat(
       parts,
       workdir,
-      world.warm,
+      state,
       world.programs,
       work=phases.make_work(parts, Waits(asyncio.get_running_loop().time)),
       show=lambda *_: None,

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 from sao_jax import build, phases
 from sao_jax.envs.math_python import MathPython
@@ -65,12 +66,12 @@ class World:
 
 def make() -> World:
   parts = build.parts(config(**SETTINGS))
-  params = jax.jit(parts.init_policy)(jax.random.key(0))
+  params = parts.model.init(0)
   opt = parts.supervised_tx.init(params)
   update = jax.jit(parts.supervised_update)
   for step in range(PRACTICE):
     params, opt, _ = update(params, opt, _demonstrations(parts, step))
-  programs, sandbox = build.programs_of(parts, params), build.make_sandbox(parts.config)
+  programs, sandbox = build.programs_of(parts), build.make_sandbox(parts.config)
   return World(params, programs, Outside(120.0), sandbox)
 
 
@@ -81,6 +82,11 @@ def parts_of(**changes) -> build.Parts:
   parts = build.parts(config(**{**SETTINGS, **changes}))
   _LEARNER[:] = _LEARNER or [parts.learner]
   return dataclasses.replace(parts, learner=_LEARNER[0])
+
+
+def fresh_state(world: World, parts: build.Parts):
+  """At version 0, from a copy of the warm start: the learner donates its state."""
+  return phases.fresh_state(parts, jax.tree.map(jnp.copy, world.warm))
 
 
 def rewarded():
@@ -125,7 +131,7 @@ def run(world: World, parts: build.Parts, workdir: Path, stop_at: int | None = N
 
     try:
       with rewarded(), mock.patch.object(Ledger, 'record', counted):
-        await phases.learn(place, world.warm)
+        await phases.learn(place, fresh_state(world, parts))
     finally:
       if not logical:
         await sandbox.close()

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from sao_jax import learner, tokens
+from sao_jax import learner, sharding
 from sao_jax.build import checks, methods
+from sao_jax.build.model import ModelParts, model_parts, state_shardings
 from sao_jax.envs.prompts import (
   FixedPrompts,
   ProceduralPrompts,
@@ -18,9 +20,11 @@ from sao_jax.envs.prompts import (
   load_problems,
   split,
 )
-from sao_jax.models import transformer
+from sao_jax.learner import TrainState
+from sao_jax.models import lora, transformer
 from sao_jax.runtime import admission, dispatch, divergence, failures
-from sao_jax.types import Model, Task
+from sao_jax.tokens import ChatFormat
+from sao_jax.types import Task
 
 LONGEST_DEMONSTRATION = 256  # tokens; longer rows would be mostly padding
 
@@ -30,14 +34,14 @@ class Parts:
   """What a run is made of, without anything that runs."""
 
   config: ConfigDict
-  model: Model
+  model: ModelParts
   learner: learner.Learner  # jitted; the state that goes in is donated
   supervised_update: Callable
-  init_policy: Callable[[jax.Array], Any]  # key -> params
+  init_state: Callable[[Any, Any, Any], TrainState]  # (base, policy, critic) -> version 0
   init_critic: Callable[
     [Any, float], Any
-  ]  # (policy params, mean return) -> critic params, {} without a critic
-  policy_tx: optax.GradientTransformation
+  ]  # (policy or its adapters, mean return) -> critic params, {} without a critic
+  state: TrainState  # shapes, dtypes and, on a mesh, shardings of what an update changes
   critic_tx: optax.GradientTransformation
   supervised_tx: optax.GradientTransformation
   baseline: methods.Baseline
@@ -49,6 +53,12 @@ class Parts:
   alarms: divergence.Alarms
   notes: tuple[str, ...]  # what a user should know before the run: what is frozen, what is held out
 
+  def placed(self, state: TrainState) -> TrainState:
+    """The state where the learner wants it."""
+    if self.model.mesh is None:
+      return state
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.state))
+
 
 def parts(config: ConfigDict) -> Parts:
   """Checks the whole config and builds everything that has no side effect.
@@ -57,41 +67,55 @@ def parts(config: ConfigDict) -> Parts:
     ValueError: naming the field, its value and the remedy. Problem files raise ProblemFileError, which is one.
   """
   checks.check(config)
-  model = _model(config)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  policy_tx, critic_tx = (
-    methods.adamw('policy', config.policy),
-    methods.adamw('critic', config.critic),
-  )
+  model = model_parts(config)
+  whole = jax.eval_shape(model.model.init, jax.random.key(0))
+  base, policy = lora.split(whole) if config.model.lora_rank else ({}, whole)
   head_init, value_head = methods.value_head(config)
-  frozen, counts = {}, 'no critic'
-  if config.sao.critic_updates:
-    frozen, counts = methods.frozen(config, shapes, head_init)
-    if config.sao.freeze_attention:
-      critic_tx = learner.freeze(critic_tx, frozen)
+  init_critic = functools.partial(methods.init_critic, config, head_init, model.mesh)
+  mean_return = (config.value.low + config.value.high) / 2
+  critic = jax.eval_shape(
+    lambda policy: methods.init_critic(config, head_init, None, policy, mean_return), policy
+  )
+  labels = transformer.partition(policy)
+  policy_tx, held, words = methods.grouped('policy', config.policy, policy, labels)
+  critic_tx, frozen, counts = optax.identity(), {}, 'no critic'
+  if critic:
+    labels = methods.critic_labels(labels, critic['head'])
+    critic_tx, frozen, counts = methods.grouped('critic', config.critic, critic, labels)
+  if config.policy.frozen:
+    counts = f'{counts}; {words}'
+  spread = learner.Spread(mesh=model.mesh, compression=config.train.compression)
+
+  def init_state(base, policy, critic):
+    return learner.init_state(base, policy, critic, policy_tx, critic_tx, spread)
+
   supervised_tx = _supervised_tx(config)
-  practice, source, heldout, notes = _prompts(config)
+  practice, source, heldout, notes = _prompts(config, model.chat)
   limit = min(config.env.max_tokens, LONGEST_DEMONSTRATION)
   notes += _left_out(config, practice, limit)
   learns = learner.make_learner(
-    model,
+    model.model,
     value_head,
     methods.objective(config),
     policy_tx,
     critic_tx,
-    frozen,
+    (held, frozen),
     methods.numbers(config),
+    spread,
   )
+  state = jax.eval_shape(init_state, base, policy, critic)
+  if model.mesh is not None:
+    state = sharding.with_shardings(state, state_shardings(config, state, model.mesh))
   return Parts(
     config=config,
     model=model,
-    learner=learner.Learner(*(jax.jit(function, donate_argnums=0) for function in learns)),
+    learner=learner.Learner(*(_jitted(function, state, model.mesh) for function in learns)),
     supervised_update=learner.make_supervised_update(
-      model, supervised_tx, chunk=config.train.logprob_chunk
+      model.model, supervised_tx, chunk=config.train.logprob_chunk, mesh=model.mesh
     ),
-    init_policy=model.init,
-    init_critic=functools.partial(methods.init_critic, config, head_init),
-    policy_tx=policy_tx,
+    init_state=init_state,
+    init_critic=init_critic,
+    state=state,
     critic_tx=critic_tx,
     supervised_tx=supervised_tx,
     baseline=methods.baseline(config),
@@ -119,7 +143,28 @@ def _supervised_tx(c: ConfigDict) -> optax.GradientTransformation:
   return methods.adamw('supervised', section, schedule)
 
 
-def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], list[str]]:
+def _jitted(update: Callable, state: TrainState, mesh: Mesh | None) -> Callable:
+  """The state that goes in is donated. On a mesh it comes back where it was; optimisers on the host visit the device."""
+  if mesh is None:
+    return jax.jit(update, donate_argnums=0)
+  kept = jax.tree.map(lambda x: x.sharding, state)
+  at_work = jax.tree.map(lambda s: s.with_memory_kind(None), kept)
+  rows = sharding.rows(mesh, 2)
+
+  def visit(state, batch):
+    return update(jax.device_put(state, at_work), batch)
+
+  return jax.jit(
+    visit,
+    donate_argnums=0,
+    in_shardings=(kept, rows),
+    out_shardings=(kept, sharding.everywhere(mesh)),
+  )
+
+
+def _prompts(
+  c: ConfigDict, chat: ChatFormat
+) -> tuple[PromptSource, PromptSource, list[Task], list[str]]:
   """(problems with demonstrations, problems of RL, held-out problems, notes)."""
   procedural = ProceduralPrompts(
     seed=c.seed,
@@ -129,7 +174,7 @@ def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], lis
   n = c.evaluation.num_problems
   if not (c.data.path or c.data.heldout_path):
     heldout = procedural.heldout(n)
-    checks.check_prompts(heldout, c)
+    checks.check_prompts(heldout, c, chat)
     return procedural, procedural, heldout, []
   notes, source, heldout = [], procedural, []
   if c.data.heldout_path:
@@ -148,9 +193,9 @@ def _prompts(c: ConfigDict) -> tuple[PromptSource, PromptSource, list[Task], lis
       notes.append(
         f'WARNING: {len(both)} of the {len(heldout)} held-out questions are trained on as well'
       )
-    checks.check_prompts(trained, c)
+    checks.check_prompts(trained, c, chat)
     source = FixedPrompts(trained, seed=c.seed)
-  checks.check_prompts(heldout, c)
+  checks.check_prompts(heldout, c, chat)
   return procedural, source, heldout[:n], notes
 
 
@@ -165,11 +210,6 @@ def _left_out(c: ConfigDict, practice: PromptSource, limit: int) -> list[str]:
   return [
     f'WARNING: about {long / len(sample):.1%} of the demonstrations have over {limit} tokens and are left out'
   ]
-
-
-def _model(c: ConfigDict) -> Model:
-  shape = {key: value for key, value in c.model.items() if key != 'num_experts'}
-  return transformer.make(vocab_size=tokens.VOCAB_SIZE, **shape)
 
 
 def _limits(c: ConfigDict) -> dispatch.Limits:

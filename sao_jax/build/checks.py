@@ -3,11 +3,15 @@
 import math
 from collections.abc import Iterable
 
+import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from sao_jax import tokens
+from sao_jax import compression
 from sao_jax.build.methods import OBJECTIVES
+from sao_jax.models import backends, moe
 from sao_jax.runtime import failures
+from sao_jax.tokens import ChatFormat
 from sao_jax.types import Task
 
 RETRIED = ('infra', 'env', 'grader')  # kinds of failures that another try can mend
@@ -132,15 +136,16 @@ def _check_ranges(c: ConfigDict) -> None:
     raise ValueError(
       f'engine.prefill_buckets={tuple(buckets)} must be lengths from 1 to env.max_tokens={c.env.max_tokens}'
     )
-  if c.model.num_experts:
-    raise ValueError(
-      f'model.num_experts={c.model.num_experts}: this version trains dense decoders only; set it to 0'
-    )
 
 
 def _check_choices(c: ConfigDict) -> None:
   """Names of things."""
   _one_of(c, 'sao.objective', OBJECTIVES)
+  _one_of(c, 'chat.format', ('bytes', 'smollm2', 'qwen3'))
+  _one_of(c, 'model.attention', tuple(backends.BACKENDS))
+  _one_of(c, 'model.expert_backend', moe.BACKENDS)
+  _one_of(c, 'train.optimizer_memory', ('device', 'pinned_host'))
+  _one_of(c, 'train.compression', compression.KINDS)
   _one_of(c, 'runtime.mode', ('async', 'sync', 'deterministic'))
   _one_of(c, 'runtime.consume', ('oldest_started', 'completion'))
   _one_of(c, 'runtime.late', ('mask', 'drop'))
@@ -172,6 +177,7 @@ def _check_relations(c: ConfigDict) -> None:
       f'value.num_batches={c.value.num_batches} with sao.critic_updates={c.sao.critic_updates}: with a critic it '
       'must be at least 1, since the value head starts from the mean return of the first batch; without one, 0'
     )
+  _check_model(c)
   episode = ('runtime.episode_timeout_s', c.runtime.episode_timeout_s)
   stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
   failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
@@ -188,20 +194,51 @@ def _check_relations(c: ConfigDict) -> None:
   failures.check_deadlines([(name, quiet), stall])
 
 
+def _check_model(c: ConfigDict) -> None:
+  """Weights, chat format, back-ends and adapters."""
+  backends.check(
+    c.model.attention,
+    platform=jax.default_backend(),
+    dtype=jnp.dtype(c.model.dtype),
+    head_dim=c.model.head_dim,
+    window=c.model.window,
+    segments=True,
+  )
+  if c.chat.format != 'bytes' and not (c.chat.tokenizer or c.model.weights):
+    raise ValueError(
+      f'chat.format={c.chat.format!r} needs a tokenizer: name its folder in chat.tokenizer or model.weights'
+    )
+  if c.chat.format != 'bytes' and c.supervised.num_steps:
+    raise ValueError(
+      f'supervised.num_steps={c.supervised.num_steps} with chat.format={c.chat.format!r}: demonstrations are written in '
+      'bytes; set it to 0'
+    )
+  if c.model.lora_rank and c.supervised.num_steps:
+    raise ValueError(
+      f'supervised.num_steps={c.supervised.num_steps} with model.lora_rank={c.model.lora_rank}: the warm start trains whole '
+      'models; set it to 0'
+    )
+  if c.model.upcycle and not (c.model.weights and c.model.num_experts and c.model.normalize_topk):
+    raise ValueError(
+      'model.upcycle=True makes experts of a dense model: it needs model.weights, model.num_experts and '
+      'model.normalize_topk=True'
+    )
+
+
 def _one_of(c: ConfigDict, field: str, choices: tuple[str, ...]) -> None:
   section, name = field.split('.')
   if c[section][name] not in choices:
     raise ValueError(f'{field}={c[section][name]!r} must be one of {", ".join(choices)}')
 
 
-def check_prompts(tasks: Iterable[Task], config: ConfigDict) -> None:
+def check_prompts(tasks: Iterable[Task], config: ConfigDict, chat: ChatFormat) -> None:
   """Every question must leave room for a turn.
 
   Raises:
     ValueError: naming the longest question and what it needs.
   """
-  longest = max(tasks, key=lambda task: len(tokens.prompt_tokens(task.question)))
-  size = len(tokens.prompt_tokens(longest.question))
+  longest = max(tasks, key=lambda task: len(chat.prompt_tokens(task.question)))
+  size = len(chat.prompt_tokens(longest.question))
   if size >= config.env.max_tokens:
     raise ValueError(
       f'problem {longest.prompt_id} has {size} tokens and env.max_tokens={config.env.max_tokens} leaves no room for '

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from sao_jax import advantages, critics, learner, losses
+from sao_jax import advantages, critics, learner, losses, sharding
 from sao_jax.envs.problems import Demonstration, demonstration
 from sao_jax.envs.prompts import PromptSource
 from sao_jax.models import heads, transformer
@@ -80,30 +81,68 @@ def value_head(c: ConfigDict):
   return init, learner.ValueHead(values, categorical_loss)
 
 
-def frozen(c: ConfigDict, policy_shapes: Any, head_init) -> tuple[Any, str]:
-  """Tree of bools like the critic, True on frozen leaves, and the counts in words."""
-  labels = transformer.partition(policy_shapes)
-  is_frozen = jax.tree.map(lambda x: c.sao.freeze_attention and x == 'attention', labels)
-  head = head_init(c.model.width, (c.value.low + c.value.high) / 2)
-  counts = transformer.partition_counts(policy_shapes, labels)
+def critic_labels(labels: Any, head: Any) -> Any:
+  """Of a critic, from those of its backbone: the head is of the rest."""
+  return {'backbone': labels, 'head': jax.tree.map(lambda _: 'rest', head)}
+
+
+def grouped(
+  name: str, section: ConfigDict, params: Any, labels: Any
+) -> tuple[optax.GradientTransformation, Any, str]:
+  """(AdamW that leaves the frozen groups alone and scales the steps of others, tree of bools: frozen, all in words).
+
+  Args:
+    name: of the section.
+    params: shapes of what it trains.
+    labels: their groups, see `transformer.partition`.
+
+  Raises:
+    ValueError: a group to freeze or to scale that the parameters do not have, or nothing left to train.
+  """
+  counts = transformer.partition_counts(params, labels)
+  scales = {'router': section.router_scale, 'experts': section.experts_scale}
+  for field, value, groups in (
+    (f'{name}.frozen', tuple(section.frozen), section.frozen),
+    *((f'{name}.{group}_scale', scale, (group,)) for group, scale in scales.items() if scale != 1),
+  ):
+    if unknown := [group for group in groups if group not in counts or group == 'rest']:
+      raise ValueError(
+        f'{field}={value}: this model has no group {unknown[0]!r}, only {", ".join(set(counts) - {"rest"})}'
+      )
+  for group, scale in scales.items():
+    if not 0 < scale < math.inf:
+      raise ValueError(
+        f'{name}.{group}_scale={scale} must be a finite number above 0; {name}.frozen stops a group'
+      )
   words = ', '.join(
     f'{label} {n} arrays of {size} parameters' for label, (n, size) in counts.items()
   )
-  if not c.sao.freeze_attention:
-    words = f'nothing of the critic is frozen ({words})'
+  frozen = jax.tree.map(lambda label: label in section.frozen, labels)
+  which = ' and '.join(section.frozen)
+  if which:
+    words = f'the {name} trains the rest, {which} is frozen ({words})'
   else:
-    words = f'the critic trains the rest, attention is frozen ({words})'
-  return {'backbone': is_frozen, 'head': jax.tree.map(lambda _: False, head)}, words
+    words = f'nothing of the {name} is frozen ({words})'
+  tx = adamw(name, section)
+  if which:
+    tx = learner.freeze(tx, frozen)
+  if any(scale != 1 for scale in scales.values()):
+    # After AdamW, which divides the scale of a gradient out.
+    steps = {label: optax.scale(scales.get(label, 1.0)) for label in counts}
+    tx = optax.chain(tx, optax.multi_transform(steps, labels))
+  return tx, frozen, words
 
 
-def init_critic(c: ConfigDict, head_init, policy: Any, mean_return: float) -> Any:
+def init_critic(
+  c: ConfigDict, head_init, mesh: Mesh | None, policy: Any, mean_return: float
+) -> Any:
   """The policy's own weights under a head whose value is the mean return (section 3.2 and the abstract)."""
   if not c.sao.critic_updates:
     return {}
-  return {
-    'backbone': jax.tree.map(jnp.copy, policy),
-    'head': head_init(c.model.width, mean_return),
-  }
+  head = head_init(c.model.width, mean_return)
+  if mesh is not None:
+    head = sharding.put(head, sharding.tree_shardings(head, mesh))
+  return {'backbone': jax.tree.map(jnp.copy, policy), 'head': head}
 
 
 def objective(c: ConfigDict) -> learner.PolicyObjective:
@@ -180,6 +219,7 @@ def numbers(c: ConfigDict) -> learner.Numbers:
     policy_minibatches=s.policy_minibatches,
     micro_rows=c.train.micro_rows,
     logprob_chunk=c.train.logprob_chunk,
+    num_experts=c.model.num_experts,
   )
 
 

@@ -7,12 +7,9 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from sao_jax import tokens
 from sao_jax.build.assemble import Parts
 from sao_jax.engines.local import LocalEngine
 from sao_jax.engines.programs import Programs, make_programs
@@ -42,23 +39,25 @@ def make_sandbox(config: ConfigDict) -> PythonSandbox:
   )
 
 
-def programs_of(parts: Parts, params: Any) -> Programs:
-  """The engine's programs, compiled for the shapes of `params`."""
+def programs_of(parts: Parts) -> Programs:
+  """The engine's programs, compiled for what `parts.model.export` gives."""
   c = parts.config
   return make_programs(
-    parts.model,
-    params,
+    parts.model.engine_model,
+    parts.model.exported,
     num_slots=c.engine.num_slots,
     max_length=c.env.max_tokens,
     decode_steps=c.engine.decode_steps,
     prefill_rows=c.engine.prefill_rows,
     prefill_buckets=c.engine.prefill_buckets,
-    stop_tokens=(tokens.EOT,),
+    stop_tokens=(parts.model.chat.stop_token,),
+    mesh=parts.model.engine_mesh,
   )
 
 
 async def play_on(
   c: ConfigDict,
+  vocab_size: int,
   env: Env,
   engine: Engine,
   task: Task,
@@ -79,7 +78,7 @@ async def play_on(
     temperature=c.env.temperature,
     max_turn_tokens=c.env.max_turn_tokens,
     max_tokens=c.env.max_tokens,
-    vocab_size=tokens.VOCAB_SIZE,
+    vocab_size=vocab_size,
     at=at,
   )
 
@@ -112,9 +111,10 @@ class Services:
     journal: Callable[[dict[str, Any]], None] | None = None,
     outside: Outside | None = None,
   ):
-    """Starts the engines, which hold copies of `params` as version 0. The sandbox stays the caller's.
+    """Starts the engines, which both hold `params` as version 0. The sandbox stays the caller's.
 
     Args:
+      params: of `parts.model.export`. Nobody may donate them.
       waits: where episodes tell what they wait for.
       journal: of a replay; None: nothing is recorded.
       outside: where sandbox and grader live in deterministic mode; then the engines make their rounds in the running event
@@ -122,6 +122,7 @@ class Services:
     """
     c = parts.config
     self._waits, self._journal = waits, journal
+    self._chat, self._vocab_size = parts.model.chat, programs.vocab_size
     grader = Grader(timeout_s=c.env.grader_timeout_s, num_workers=1)
     run, grade, self._close_grader = sandbox.run, grader.grade, grader.close
     if outside is not None:
@@ -142,16 +143,15 @@ class Services:
     self.evaluation_play = functools.partial(self._play_scored, scored)
 
   def _engine(self, programs, params, logical: bool, journal, c: ConfigDict) -> LocalEngine:
-    copy = jax.tree.map(jnp.copy, params)
+    engine = LocalEngine(programs, params, version=0, journal=journal)
     if not logical:
-      return LocalEngine(programs, copy, version=0, journal=journal).start()
-    engine = LocalEngine(programs, copy, version=0, journal=journal)
+      return engine.start()
     self._drivers.append(asyncio.create_task(engine.drive(c.runtime.logical.round_s)))
     return engine
 
   def _env(self, c: ConfigDict) -> MathPython:
     return MathPython(
-      chat=tokens.BYTE_CHAT,
+      chat=self._chat,
       sandbox=self._sandbox,
       grader=self._grader,
       max_turns=c.env.max_turns,
@@ -163,15 +163,16 @@ class Services:
     if self._journal is not None:
       env = Recorded(env, episode, self._journal)
     at = functools.partial(self._waits.begin, f'episode {episode}')  # the dispatcher ends it
-    return await play_on(c, env, self.engine, task, episode=episode, at=at, **rest)
+    return await play_on(
+      c, self._vocab_size, env, self.engine, task, episode=episode, at=at, **rest
+    )
 
   async def _play_scored(self, c: ConfigDict, task: Task, *, episode: str, **rest) -> Trajectory:
     who = f'evaluation {episode}'
     at = functools.partial(self._waits.begin, who)
     try:
-      return await play_on(
-        c, self._env(c), self.evaluation_engine, task, episode=episode, at=at, **rest
-      )
+      env, engine = self._env(c), self.evaluation_engine
+      return await play_on(c, self._vocab_size, env, engine, task, episode=episode, at=at, **rest)
     finally:
       self._waits.end(who)
 

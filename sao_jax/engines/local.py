@@ -361,9 +361,9 @@ class LocalEngine:
       self._asked.set()
 
   def _place(self, params: Any) -> Any:
-    """Puts parameters on the engine's device, refusing those that the programs do not fit."""
+    """Puts parameters on the engine's devices, refusing those that the programs do not fit."""
     seen = jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), params)
     want = jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), self._programs.params)
     if seen != want:
       raise ValueError(f'parameters {seen} do not fit programs compiled for {want}')
-    return jax.device_put(params, self._programs.device)
+    return jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._programs.params))

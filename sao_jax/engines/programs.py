@@ -1,6 +1,6 @@
 """The device side of the local engine: its state, and the few programs that change it, compiled ahead.
 
-A program is compiled for fixed shapes and one device. Anything else is an error and never a silent recompilation.
+A program is compiled for fixed shapes and devices. Anything else is an error and never a silent recompilation.
 """
 
 import functools
@@ -11,8 +11,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sao_jax import types
+from sao_jax import sharding, types
 from sao_jax.engines import sampling
 
 
@@ -48,8 +49,7 @@ class Programs(NamedTuple):
   init_state: Callable  # () -> State
   prefill: dict[int, Callable]  # bucket -> (params, State, Rows) -> (State, ([R] tokens, logprobs))
   decode: Callable  # (params, State, keep [S] bool) -> (State, ([steps, S] tokens, logprobs))
-  params: Any  # shapes and dtypes of the parameters
-  device: jax.Device
+  params: Any  # shapes, dtypes and shardings of the parameters
   num_slots: int
   max_length: int
   prefill_rows: int
@@ -67,20 +67,20 @@ def make_programs(
   prefill_rows: int,
   prefill_buckets: Sequence[int],
   stop_tokens: Sequence[int],
-  device: jax.Device | None = None,
+  mesh: Mesh | None = None,
 ) -> Programs:
   """Compiles a prefill for each bucket and a decode.
 
   Args:
     model: the decoder.
-    params: its parameters, or their shapes; only shapes and dtypes are read.
+    params: its parameters, or their shapes; only shapes and dtypes are read, and with a mesh their shardings.
     num_slots: S, sequences decoded together.
     max_length: C, positions of a slot: prefix and new tokens.
     decode_steps: tokens a slot samples between two looks of the host.
     prefill_rows: R, prefixes prefilled by one call.
     prefill_buckets: widths of the prefill calls; a longer prefix is prefilled in pieces of the widest.
     stop_tokens: a sampled one ends the generation.
-    device: where the engine lives. None: the first local device.
+    mesh: of this process's devices, where the engine lives: the heads of its cache are cut over 'tensor'. None: the first local device.
 
   Raises:
     ValueError: if a size is not positive, a bucket exceeds max_length, or a stop token is no token.
@@ -92,20 +92,27 @@ def make_programs(
     raise ValueError(f'prefill bucket {buckets[-1]} exceeds max_length {max_length}')
   if not all(0 <= token < model.vocab_size for token in stop_tokens):
     raise ValueError(f'stop_tokens {stop_tokens} must be in [0, {model.vocab_size})')
-  device = device or jax.local_devices()[0]
-  placed = jax.sharding.SingleDeviceSharding(device)
+  alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  everywhere = alone if mesh is None else sharding.everywhere(mesh)
 
-  def like(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+  def like(x, where=everywhere):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
   stops = jnp.asarray(sorted(stop_tokens), jnp.int32)
 
-  init_state = jax.jit(lambda: _init_state(model, num_slots, max_length), out_shardings=placed)
-  params = jax.tree.map(like, params)
-  state = jax.tree.map(like, jax.eval_shape(init_state))
+  init = lambda: _init_state(model, num_slots, max_length)
+  state = jax.tree.map(like, jax.eval_shape(init))
+  if mesh is None:
+    params = jax.tree.map(like, params)
+  else:
+    heads = NamedSharding(mesh, PartitionSpec(None, None, 'tensor'))  # [L, S, K, C, head_dim]
+    state = state.replace(cache=jax.tree.map(lambda x: like(x, heads), state.cache))
+  placed = jax.tree.map(lambda x: x.sharding, state)
+  init_state = jax.jit(init, out_shardings=placed)
 
   def compile_ahead(function, rest):
-    return jax.jit(function, donate_argnums=1).lower(params, state, rest).compile()
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(placed, everywhere))
+    return jitted.lower(params, state, rest).compile()
 
   return Programs(
     init_state=init_state.lower().compile(),
@@ -117,7 +124,6 @@ def make_programs(
       _decode(model, stops, decode_steps, max_length), np.zeros(num_slots, bool)
     ),
     params=params,
-    device=device,
     num_slots=num_slots,
     max_length=max_length,
     prefill_rows=prefill_rows,
@@ -190,7 +196,7 @@ def _prefill(model, stops):
   def prefill(params, state: State, rows: Rows):
     size = state.active.shape[0]
     part = jax.tree.map(lambda x: x.at[:, rows.slots].get(mode='clip'), state.cache)
-    hidden, part = model.extend(params, part, rows.tokens, rows.starts)
+    hidden, part = model.extend(params, part, rows.tokens, rows.starts, rows.counts)
     final = jnp.take_along_axis(hidden, rows.counts[:, None, None] - 1, axis=1)[:, 0]
     ends = rows.starts + rows.counts
     logits = _logits(model, params, final)
@@ -220,13 +226,12 @@ def _prefill(model, stops):
 
 def _decode(model, stops, steps, max_length):
   def one(params, state: State):
-    # A slot at rest sits at position C, where nothing is written.
+    moved = state.active.astype(jnp.int32)  # a slot at rest writes nothing
     start = jnp.where(state.active, state.lengths - 1, max_length)
-    hidden, cache = model.extend(params, state.cache, state.tokens[:, None], start)
+    hidden, cache = model.extend(params, state.cache, state.tokens[:, None], start, moved)
     logits = _logits(model, params, hidden[:, 0])
     tokens, logprobs = sampling.sample(logits, state.temperature, state.seeds, state.lengths)
     tokens = jnp.where(state.active, tokens, -1)
-    moved = state.active.astype(jnp.int32)
     remaining = state.remaining - moved
     after = state.replace(
       cache=cache,

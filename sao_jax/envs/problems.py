@@ -1,11 +1,12 @@
 """Procedural problems with integer answers, scripted agents that solve them, and demonstrations for a supervised start.
 
-Three kinds, four levels. The questions are short and the tool call is close to a copy of the question, so that a model of
+Four kinds, four levels. The questions are short and the tool call is close to a copy of the question, so that a model of
 100k parameters can learn to use the tool; from level 2 on it cannot learn to do without.
 
   arithmetic   12*(7-3)+5=?          print(12*(7-3)+5)
   modular      17^23 mod 19=?        print(pow(17,23,19))
   counting     #n<60: n%7<n%5        print(sum(n%7<n%5 for n in range(60)))        n counts from 0
+  sums         7 + 5                 print(7 + 5)            one digit a level: what a small real model knows in part
 """
 
 import ast
@@ -21,7 +22,7 @@ import numpy as np
 from sao_jax import tokens as tk
 from sao_jax.types import Task
 
-KINDS = ('arithmetic', 'modular', 'counting')
+KINDS = ('arithmetic', 'modular', 'counting', 'sums')
 LEVELS = (1, 2, 3, 4)
 HELDOUT_SHARE = 10  # one question in ten is held out
 
@@ -74,6 +75,7 @@ def make_task(seed: int, kind: str, level: int) -> Task:
     'arithmetic': _arithmetic,
     'modular': _modular,
     'counting': _counting,
+    'sums': _sums,
   }[kind](rng, level)
   code = f'print({expression})'
   answer, status = predict(code)
@@ -157,6 +159,12 @@ def _counting(rng: np.random.Generator, level: int) -> tuple[str, str]:
     lambda: f'n*{rest("==")} or {pair()} and {rest("!=")}',
   )[level - 1]()
   return f'#n<{limit}: {condition}', f'sum({condition} for n in range({limit}))'
+
+
+def _sums(rng: np.random.Generator, level: int) -> tuple[str, str]:
+  first, second = (int(rng.integers(10 ** (level - 1) if level > 1 else 0, 10**level)) for _ in 'ab')
+  expression = f'{first} + {second}'
+  return expression, expression
 
 
 def oracle_action(task: Task, tokens: np.ndarray) -> np.ndarray:

@@ -8,8 +8,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from sao_jax.models import attention
+from sao_jax import sharding
+from sao_jax.models import attention, moe
 
 EMBEDDING_STDDEV = 0.02  # small, so that a fresh model's loss is near log V, tied or not
 
@@ -26,22 +28,47 @@ class Shape:
   head_dim: int
   mlp_width: int
   rope_theta: float
+  rope_scaling: tuple[tuple[str, float], ...] | None  # items of the dict
   norm_eps: float
   qk_norm: bool
+  qkv_bias: bool
   tied: bool
+  num_experts: int
+  experts_per_token: int
+  normalize_topk: bool
+  expert_backend: str
+  attention: str
+  attention_chunk: int
+  window: int
+  sinks: int
+  lora_rank: int
+  lora_alpha: float
   dtype: Any
   remat: str
+  mesh: Mesh | None
 
 
-def attend_packed(q, k, v, mask, cache):
-  """Keeps nothing, and there is no cache."""
+def attend_packed(shape, q, k, v, rows, cache):
+  """Keeps nothing, and there is no cache. `rows`: (positions, segment_ids)."""
   del cache
-  return attention.packed(q, k, v, mask), ()
+  mixed = attention.packed(
+    q,
+    k,
+    v,
+    *rows,
+    backend=shape.attention,
+    chunk=shape.attention_chunk,
+    window=shape.window,
+    sinks=shape.sinks,
+    mesh=shape.mesh,
+  )
+  return mixed, ()
 
 
-def attend_cached(q, k, v, start, cache):
+def attend_cached(shape, q, k, v, start, cache):
   """Keeps the new keys and values."""
-  return attention.cached(q, k, v, cache, start), (k, v)
+  mixed = attention.cached(q, k, v, cache, start, window=shape.window, sinks=shape.sinks)
+  return mixed, (k, v)
 
 
 class _Norm(nn.Module):
@@ -59,20 +86,34 @@ class _Norm(nn.Module):
 class _Linear(nn.Module):
   """Contracts the last `in_dims` axes; `shrink` scales the initial kernel, whose stddev is shrink / sqrt(fan in)."""
 
+  shape: Shape
   out_shape: tuple[int, ...]
   in_dims: int
   shrink: float
-  dtype: Any
+  bias: bool
 
   @nn.compact
   def __call__(self, x):
-    in_shape = x.shape[-self.in_dims :]
-    stddev = self.shrink * math.prod(in_shape) ** -0.5
-    kernel = self.param(
-      'kernel', nn.initializers.normal(stddev), (*in_shape, *self.out_shape), jnp.float32
-    )
-    axes = tuple(range(x.ndim - self.in_dims, x.ndim)), tuple(range(self.in_dims))
-    return jax.lax.dot_general(x, kernel.astype(self.dtype), (axes, ((), ())))
+    in_shape, rank = x.shape[-self.in_dims :], self.shape.lora_rank
+    stddev = math.prod(in_shape) ** -0.5
+    normal, zeros = nn.initializers.normal, nn.initializers.zeros
+
+    def matrix(name, initializer, *sizes):
+      return self.param(name, initializer, sizes, jnp.float32).astype(self.shape.dtype)
+
+    def times(x, matrix, dims):
+      axes = tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))
+      return jax.lax.dot_general(x, matrix, (axes, ((), ())))
+
+    kernel = matrix('kernel', normal(self.shrink * stddev), *in_shape, *self.out_shape)
+    out = times(x, kernel, self.in_dims)
+    if rank:
+      a = matrix('lora_a', normal(stddev), *in_shape, rank)
+      b = matrix('lora_b', zeros, rank, *self.out_shape)
+      out = out + times(times(x, a, self.in_dims), b, 1) * (self.shape.lora_alpha / rank)
+    if self.bias:
+      out = out + matrix('bias', zeros, *self.out_shape)
+    return out
 
 
 class _Attention(nn.Module):
@@ -84,14 +125,14 @@ class _Attention(nn.Module):
     shape = self.shape
 
     def heads(name, number):
-      return _Linear((number, shape.head_dim), 1, 1.0, shape.dtype, name=name)(x)
+      return _Linear(shape, (number, shape.head_dim), 1, 1.0, shape.qkv_bias, name=name)(x)
 
     q, k = heads('q', shape.num_heads), heads('k', shape.num_kv_heads)
     v = heads('v', shape.num_kv_heads)
     if shape.qk_norm:
       q, k = _Norm(shape, name='q_norm')(q), _Norm(shape, name='k_norm')(k)
     q, k = attention.rotate(q, *rotation), attention.rotate(k, *rotation)
-    mixed, kept = self.attend(q, k, v, shared, cache)
+    mixed, kept = self.attend(shape, q, k, v, shared, cache)
     return _residual(shape, 2, 'o')(mixed), kept
 
 
@@ -101,14 +142,49 @@ class _Mlp(nn.Module):
   @nn.compact
   def __call__(self, x):
     shape = self.shape
-    gate = _Linear((shape.mlp_width,), 1, 1.0, shape.dtype, name='gate')(x)
-    up = _Linear((shape.mlp_width,), 1, 1.0, shape.dtype, name='up')(x)
+    gate = _Linear(shape, (shape.mlp_width,), 1, 1.0, False, name='gate')(x)
+    up = _Linear(shape, (shape.mlp_width,), 1, 1.0, False, name='up')(x)
     return _residual(shape, 1, 'down')(jax.nn.silu(gate) * up)
 
 
 def _residual(shape, in_dims, name):
   """A projection whose output is added to the residual stream, 2 L times in all."""
-  return _Linear((shape.width,), in_dims, (2 * shape.num_layers) ** -0.5, shape.dtype, name=name)
+  return _Linear(shape, (shape.width,), in_dims, _shrink(shape), False, name=name)
+
+
+def _shrink(shape):
+  return (2 * shape.num_layers) ** -0.5
+
+
+class _Experts(nn.Module):
+  """The parameters of a mixture of experts; `moe` computes with them."""
+
+  shape: Shape
+
+  @nn.compact
+  def __call__(self, x, valid):
+    shape = self.shape
+
+    def kernel(name, shrink, *sizes):
+      initializer = nn.initializers.normal(shrink * sizes[-2] ** -0.5)
+      return _Table(sizes, initializer, 'kernel', name=name)()
+
+    experts, width, mlp_width = shape.num_experts, shape.width, shape.mlp_width
+    kernels = (
+      kernel('router', 1.0, width, experts),
+      kernel('gate', 1.0, experts, width, mlp_width),
+      kernel('up', 1.0, experts, width, mlp_width),
+      kernel('down', _shrink(shape), experts, mlp_width, width),
+    )
+    how = {
+      'experts_per_token': shape.experts_per_token,
+      'normalize': shape.normalize_topk,
+      'backend': shape.expert_backend,
+    }
+    if shape.mesh is not None:
+      return moe.expert_parallel(shape.mesh, x, *kernels, **how, valid=valid)
+    out, load = moe.mlp(x.reshape(-1, width), *kernels, **how, valid=valid.reshape(-1))
+    return out.reshape(x.shape), load
 
 
 class _Layer(nn.Module):
@@ -116,12 +192,17 @@ class _Layer(nn.Module):
   attend: Callable
 
   @nn.compact
-  def __call__(self, x, rotation, shared, cache):
-    attend = _Attention(self.shape, self.attend, name='attention')
-    mixed, kept = attend(_Norm(self.shape, name='attention_norm')(x), rotation, shared, cache)
+  def __call__(self, x, rotation, shared, valid, cache):
+    shape = self.shape
+    attend = _Attention(shape, self.attend, name='attention')
+    mixed, kept = attend(_Norm(shape, name='attention_norm')(x), rotation, shared, cache)
     x = x + mixed
-    x = x + _Mlp(self.shape, name='mlp')(_Norm(self.shape, name='mlp_norm')(x))
-    return x, kept
+    normed = _Norm(shape, name='mlp_norm')(x)
+    if shape.num_experts:
+      mixed, load = _Experts(shape, name='moe')(normed, valid)
+    else:
+      mixed, load = _Mlp(shape, name='mlp')(normed), jnp.zeros(0)
+    return sharding.constrain(x + mixed, shape.mesh), (kept, load)
 
 
 class _Table(nn.Module):
@@ -137,20 +218,27 @@ class _Table(nn.Module):
 
 
 class Decoder(nn.Module):
-  """`attend(q, k, v, shared, cache) -> (mixed, kept)`: shared by all layers, cache sliced and kept stacked by layer."""
+  """`attend(shape, q, k, v, shared, cache) -> (mixed, kept)`: shared by all layers, cache sliced and kept stacked by layer.
+
+  Returns (hidden, kept, load): load [L, E] counts the valid tokens that each expert got, [L, 0] without experts.
+  """
 
   shape: Shape
   attend: Callable
 
   @nn.compact
-  def __call__(self, tokens, positions, shared, cache):
+  def __call__(self, tokens, positions, shared, valid, cache):
     shape = self.shape
     embed = nn.initializers.normal(EMBEDDING_STDDEV)
     table = _Table((shape.vocab_size, shape.width), embed, 'embedding', name='embed')()
     x = jnp.take(table, tokens, axis=0, mode='fill').astype(shape.dtype)
+    x = sharding.constrain(x, shape.mesh)
     if not shape.tied:
       _Table((shape.vocab_size, shape.width), embed, 'kernel', name='unembed')()
-    rotation = attention.rotation(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
+    scaling = None if shape.rope_scaling is None else dict(shape.rope_scaling)
+    rotation = attention.rotation(
+      positions, head_dim=shape.head_dim, theta=shape.rope_theta, scaling=scaling
+    )
     layer = _Layer
     if shape.remat != 'none':
       policy = getattr(jax.checkpoint_policies, shape.remat)
@@ -159,8 +247,9 @@ class Decoder(nn.Module):
       layer,
       variable_axes={'params': 0},
       split_rngs={'params': True},
-      in_axes=(nn.broadcast, nn.broadcast, 0),
+      in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
       length=shape.num_layers,
     )
-    x, kept = layers(shape, self.attend, name='layers')(x, rotation, shared, cache)
-    return _Norm(shape, name='final_norm')(x), kept
+    stack = layers(shape, self.attend, name='layers')
+    x, (kept, load) = stack(x, rotation, shared, valid, cache)
+    return _Norm(shape, name='final_norm')(x), kept, load

@@ -52,12 +52,66 @@ def token_logprobs(
   chex.assert_rank([hidden, unembedding, tokens, temperature], [2, 2, 1, 0])
   chex.assert_equal_shape_suffix([hidden, unembedding], 1)
   chex.assert_equal_shape_prefix([hidden, tokens], 1)
-  dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
   chunk = min(chunk, max(len(tokens), 1))
-  logprobs, entropies = _logprobs(
-    hidden.astype(dtype), unembedding.astype(dtype), tokens, temperature, chunk, entropy
-  )
+  # Columns of chunk rows: each takes rows from all over N, so that rows which are sharded over devices stay where they are.
+  columns = -(-max(len(tokens), 1) // chunk)
+
+  def fold(x):
+    x = jnp.pad(x, ((0, chunk * columns - len(x)),) + ((0, 0),) * (x.ndim - 1))
+    return x.reshape(chunk, columns, *x.shape[1:])
+
+  out = _blocks(fold(hidden), unembedding, fold(tokens), temperature, columns, 1, entropy)
+  logprobs, entropies = (x.reshape(-1)[: len(tokens)] for x in out)
   return (logprobs, entropies) if entropy else logprobs
+
+
+def action_logprobs(
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  tokens: jax.Array,
+  mask: jax.Array,
+  *,
+  temperature: float | jax.Array,
+  chunk: int,
+  parts: int,
+) -> tuple[jax.Array, jax.Array]:
+  """`token_logprobs` and entropies of the tokens of a mask: the cost is theirs, not that of the rows.
+
+  The actions of each row are gathered to its front first. The loop over blocks of columns ends after the fullest row.
+
+  Args:
+    hidden: [B, T, D]; anything where mask is 0, NaN too.
+    unembedding: [V, D].
+    tokens: [B, T] int.
+    mask: [B, T], non-zero on the tokens that are wanted.
+    temperature, chunk: as in `token_logprobs`.
+    parts: of a row, which are gathered by themselves; the devices that T lies over.
+
+  Returns:
+    (log-probabilities, entropies), each [B, T] float32 nats, 0 where mask is 0.
+  """
+  rows, length = tokens.shape
+  split = lambda x: x.reshape(rows * parts, length // parts, *x.shape[2:])
+  wanted = split(mask) > 0
+  order = jnp.argsort(~wanted, axis=1, stable=True)
+  take = lambda x: jnp.take_along_axis(x, order, axis=1)
+  hidden = jnp.take_along_axis(split(hidden), order[..., None], axis=1)
+  size = order.shape[1]
+  columns = min(size, max(1, chunk // len(order)))
+  rest = -size % columns
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, rest)) + ((0, 0),) * (x.ndim - 2))
+  out = _blocks(
+    pad(hidden),
+    unembedding,
+    pad(take(split(tokens))),
+    jnp.asarray(temperature, jnp.float32),
+    wanted.sum(axis=1).max(),
+    columns,
+    True,
+  )
+  back = jnp.argsort(order, axis=1)
+  put = lambda x: jnp.where(wanted, jnp.take_along_axis(x[:, :size], back, axis=1), 0)
+  return tuple(put(x).reshape(rows, length) for x in out)
 
 
 def init_scalar_head(width: int, mean_return: float) -> Head:
@@ -136,27 +190,14 @@ def _dot(equation, x, y):
   )
 
 
-def _split(x, chunk):
-  """[N, ...] as [chunks, chunk, ...], padded with 0. Each chunk takes rows from all over N, so that rows which are
-  sharded over devices stay where they are."""
-  chunks = -(-len(x) // chunk)
-  x = jnp.pad(x, ((0, chunks * chunk - len(x)),) + ((0, 0),) * (x.ndim - 1))
-  return x.reshape(chunk, chunks, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _join(x, length):
-  """The inverse of `_split`."""
-  return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:length]
-
-
 def _log_softmax(hidden, unembedding, temperature):
-  """[chunk, V]. Relative to the largest logit, so that a probability near 1 keeps its digits."""
-  return jax.nn.log_softmax(_dot('nd,vd->nv', hidden, unembedding) / temperature)
+  """[R, c, V]. Relative to the largest logit, so that a probability near 1 keeps its digits."""
+  return jax.nn.log_softmax(_dot('rcd,vd->rcv', hidden, unembedding) / temperature)
 
 
 def _chosen(tokens, size):
-  """[chunk, V] bool. A comparison that fuses with its use, and works on a sharded V."""
-  return tokens[:, None] == jnp.arange(size)
+  """[R, c, V] bool. A comparison that fuses with its use, and works on a sharded V."""
+  return tokens[..., None] == jnp.arange(size)
 
 
 def _plogp(logprobs):
@@ -165,56 +206,81 @@ def _plogp(logprobs):
   return jnp.where(probs > 0, probs * logprobs, 0.0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprobs(hidden, unembedding, tokens, temperature, chunk, entropy):
+def _blocks(hidden, unembedding, tokens, temperature, count, columns, entropy):
+  """(log-probabilities, entropies or zeros), each [R, C], of the first `count` columns at least; what is after is 0.
+
+  [R, C, D] and [R, C] are taken `columns` columns at a time; C is a multiple of that.
+  """
+  dtype = jnp.promote_types(hidden.dtype, unembedding.dtype)
+  blocks = (jnp.asarray(count, jnp.int32) + columns - 1) // columns
+  return _logprobs(
+    hidden.astype(dtype),
+    unembedding.astype(dtype),
+    tokens,
+    temperature,
+    blocks,
+    columns,
+    entropy,
+  )
+
+
+def _block(x, index, columns):
+  return jax.lax.dynamic_slice_in_dim(x, index * columns, columns, axis=1)
+
+
+def _put(x, block, index):
+  return jax.lax.dynamic_update_slice_in_dim(x, block, index * block.shape[1], axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _logprobs(hidden, unembedding, tokens, temperature, blocks, columns, entropy):
   size = len(unembedding)
 
-  def one(_, rows):
-    hidden, tokens = rows
-    logprobs = _log_softmax(hidden, unembedding, temperature)
-    valid = (tokens >= 0) & (tokens < size)
-    logprob = jnp.where(_chosen(tokens, size), logprobs, 0.0).sum(axis=-1)
+  def one(index, out):
+    words = _block(tokens, index, columns)
+    logprobs = _log_softmax(_block(hidden, index, columns), unembedding, temperature)
+    valid = (words >= 0) & (words < size)
+    logprob = jnp.where(_chosen(words, size), logprobs, 0.0).sum(axis=-1)
     logprob = jnp.where(valid, logprob, jnp.nan)
-    if not entropy:
-      return None, (logprob, jnp.zeros_like(logprob))
-    return None, (logprob, -_plogp(logprobs).sum(axis=-1))
+    if entropy:
+      return _put(out[0], logprob, index), _put(out[1], -_plogp(logprobs).sum(axis=-1), index)
+    return _put(out[0], logprob, index), out[1]
 
-  _, out = jax.lax.scan(one, None, (_split(hidden, chunk), _split(tokens, chunk)))
-  return tuple(_join(x, len(tokens)) for x in out)
-
-
-def _forward(hidden, unembedding, tokens, temperature, chunk, entropy):
-  out = _logprobs(hidden, unembedding, tokens, temperature, chunk, entropy)
-  return out, (hidden, unembedding, tokens, temperature)
+  zeros = jnp.zeros(tokens.shape, jnp.float32)
+  return jax.lax.fori_loop(0, blocks, one, (zeros, zeros))
 
 
-def _backward(chunk, entropy, residuals, cotangents):
-  hidden, unembedding, tokens, temperature = residuals
+def _forward(hidden, unembedding, tokens, temperature, blocks, columns, entropy):
+  out = _logprobs(hidden, unembedding, tokens, temperature, blocks, columns, entropy)
+  return out, (hidden, unembedding, tokens, temperature, blocks)
+
+
+def _backward(columns, entropy, residuals, cotangents):
+  hidden, unembedding, tokens, temperature, blocks = residuals
   size, dtype = len(unembedding), hidden.dtype
 
-  def one(carry, rows):
-    d_unembedding, d_temperature = carry
-    hidden, tokens, d_logprob, d_entropy = rows
+  def one(index, carry):
+    d_hidden, d_unembedding, d_temperature = carry
+    words, d_logprob, d_entropy = (_block(x, index, columns) for x in (tokens, *cotangents))
     used = (d_logprob != 0) | (d_entropy != 0)
-    hidden = jnp.where(used[:, None], hidden, 0)
-    logprobs = _log_softmax(hidden, unembedding, temperature)
+    states = jnp.where(used[..., None], _block(hidden, index, columns), 0)
+    logprobs = _log_softmax(states, unembedding, temperature)
     probs = jnp.exp(logprobs)
     # d logprob / d logits = onehot - p
-    d_logits = d_logprob[:, None] * (_chosen(tokens, size) - probs)
+    d_logits = d_logprob[..., None] * (_chosen(words, size) - probs)
     if entropy:  # d entropy / d logits = -p (log p + entropy)
       plogp = _plogp(logprobs)
-      d_logits -= d_entropy[:, None] * (plogp - probs * plogp.sum(axis=-1, keepdims=True))
+      d_logits -= d_entropy[..., None] * (plogp - probs * plogp.sum(axis=-1, keepdims=True))
     # d_logits of a row add up to 0, so log-probabilities serve as logits here.
     d_temperature -= (d_logits * logprobs).sum() / temperature
     d_products = (d_logits / temperature).astype(dtype)
-    d_unembedding += _dot('nv,nd->vd', d_products, hidden)
-    return (d_unembedding, d_temperature), _dot('nv,vd->nd', d_products, unembedding)
+    d_unembedding += _dot('rcv,rcd->vd', d_products, states)
+    d_states = _dot('rcv,vd->rcd', d_products, unembedding).astype(dtype)
+    return _put(d_hidden, d_states, index), d_unembedding, d_temperature
 
-  rows = [_split(x, chunk) for x in (hidden, tokens, *cotangents)]
-  zero = jnp.zeros(unembedding.shape), jnp.zeros(())
-  (d_unembedding, d_temperature), d_hidden = jax.lax.scan(one, zero, rows)
-  d_hidden = _join(d_hidden, len(tokens)).astype(dtype)
-  return d_hidden, d_unembedding.astype(dtype), None, d_temperature
+  zero = jnp.zeros_like(hidden), jnp.zeros(unembedding.shape, jnp.float32), jnp.zeros(())
+  d_hidden, d_unembedding, d_temperature = jax.lax.fori_loop(0, blocks, one, zero)
+  return d_hidden, d_unembedding.astype(dtype), None, d_temperature, None
 
 
 _logprobs.defvjp(_forward, _backward)

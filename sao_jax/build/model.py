@@ -1,0 +1,207 @@
+"""The model of a run: its chat format, its weights, and where they lie."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from sao_jax import chats, sharding, tokens
+from sao_jax.learner import TrainState
+from sao_jax.models import huggingface, lora, moe, transformer, weights
+from sao_jax.types import Batch, Model
+
+# Leaves that an engine reads in the compute dtype alone; router, norms and tables are read in float32.
+_CAST = r'layers/(attention|mlp)/\w+/(kernel|bias)|layers/moe/(gate|up|down)/kernel'
+_NOT_OURS = ('weights', 'upcycle')  # of the section, what `transformer.make` does not take
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParts:
+  """Pure functions of one architecture, for the learner and for the engine."""
+
+  chat: tokens.ChatFormat
+  model: Model  # on the learner's mesh
+  engine_model: Model
+  mesh: Mesh | None  # of the learner; None: one device for everything
+  engine_mesh: Mesh | None
+  init: Callable[
+    [int], Any
+  ]  # seed -> params on the learner's mesh, read from files if the config names some
+  export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
+  exported: Any  # its shapes and dtypes
+
+  def place(self, batch: Batch) -> Batch:
+    """A batch of the host, the same in every process, as the learner takes it."""
+    if self.mesh is None:
+      return batch
+    return sharding.put(batch, jax.tree.map(lambda x: sharding.rows(self.mesh, x.ndim), batch))
+
+
+def chat_format(c: ConfigDict) -> tokens.ChatFormat:
+  """Raises ValueError: a folder without a tokenizer, or one without the markers of the format."""
+  if c.chat.format == 'bytes':
+    return tokens.BYTE_CHAT
+  tokenizer = chats.load_tokenizer(c.chat.tokenizer or c.model.weights)
+  if c.chat.format == 'smollm2':
+    return chats.smollm2(
+      tokenizer, system=c.chat.system, prefill=c.chat.prefill, tools=c.chat.tools
+    )
+  return chats.qwen3(tokenizer, system=c.chat.system, thinking=c.chat.thinking, tools=c.chat.tools)
+
+
+def model_parts(c: ConfigDict) -> ModelParts:
+  """Raises ValueError: numbers of the config that do not fit each other, the weights or the devices."""
+  chat = chat_format(c)
+  mesh, engine_mesh = _meshes(c)
+  shape = shape_of(c, chat.vocab_size)
+  try:
+    model = transformer.make(**shape, mesh=mesh)
+  except ValueError as error:
+    raise ValueError(f'model.{error}') from error
+  engine_model = transformer.make(**{**shape, 'lora_rank': 0}, mesh=engine_mesh)
+  if c.model.weights:
+    _check_weights(c, shape)
+  export = _export(c, engine_mesh)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  exported = jax.eval_shape(functools.partial(_as_exported, c), shapes)
+  if engine_mesh is not None:
+    exported = sharding.with_shardings(exported, sharding.tree_shardings(exported, engine_mesh))
+  return ModelParts(
+    chat=chat,
+    model=model,
+    engine_model=engine_model,
+    mesh=mesh,
+    engine_mesh=engine_mesh,
+    init=functools.partial(_init, c, shape, model, mesh),
+    export=export,
+    exported=exported,
+  )
+
+
+def shape_of(c: ConfigDict, vocab_size: int) -> dict[str, Any]:
+  """The arguments of `transformer.make`, but for the mesh."""
+  shape = {name: value for name, value in c.model.items() if name not in _NOT_OURS}
+  scaling = c.model.rope_scaling.to_dict()
+  shape['rope_scaling'] = scaling if scaling['factor'] else None
+  shape['vocab_size'] = c.model.vocab_size or vocab_size
+  if shape['vocab_size'] < vocab_size:
+    raise ValueError(
+      f'model.vocab_size={c.model.vocab_size} must be at least the {vocab_size} of the tokenizer'
+    )
+  return shape
+
+
+def _check_weights(c: ConfigDict, shape: dict[str, Any]) -> None:
+  """The folder must be of the architecture that the config states, so that a config tells what it trains."""
+  there = huggingface.arguments(weights.read_config(c.model.weights))
+  if c.model.upcycle:
+    there |= {name: shape[name] for name in ('num_experts', 'experts_per_token', 'normalize_topk')}
+  for name, value in there.items():
+    if shape[name] != value and (
+      there['num_experts'] or name not in ('experts_per_token', 'normalize_topk')
+    ):
+      raise ValueError(
+        f'model.{name}={shape[name]} and the model of model.weights={c.model.weights} has {value}: use that'
+      )
+
+
+def _meshes(c: ConfigDict) -> tuple[Mesh | None, Mesh | None]:
+  """(of the learner, of the engine); no meshes where one device does everything."""
+  sizes = c.mesh.to_dict()
+  engine = {'tensor': c.engine.tensor, 'expert': c.engine.expert}
+  if jax.process_count() == 1 and {*sizes.values(), *engine.values()} == {1} and not c.engine.apart:
+    return None, None
+  mesh = sharding.make_mesh(sizes)
+  sharding.check_rows(mesh, num_rows=c.train.micro_rows, length=c.env.max_tokens)
+  if c.train.compression != 'none' and mesh.shape['expert'] * mesh.shape['sequence'] > 1:
+    raise ValueError(
+      f'train.compression={c.train.compression!r} needs mesh.expert and mesh.sequence to be 1'
+    )
+  for name in ('num_slots', 'prefill_rows'):
+    if c.engine[name] % c.engine.expert:
+      raise ValueError(
+        f'engine.{name}={c.engine[name]} must be a multiple of engine.expert={c.engine.expert}'
+      )
+  taken = {device.id for device in mesh.devices.flat} if c.engine.apart else set()
+  free = [device for device in jax.local_devices() if device.id not in taken]
+  try:
+    return mesh, sharding.make_mesh(engine, free)
+  except ValueError as error:
+    raise ValueError(f'engine.tensor, engine.expert and engine.apart: {error}') from error
+
+
+def _init(c: ConfigDict, shape: dict[str, Any], model: Model, mesh: Mesh | None, seed: int) -> Any:
+  key = jax.random.key(seed)
+
+  def build(function):
+    """`function(key)`, made where it belongs."""
+    if mesh is None:
+      return jax.jit(function)(key)
+    placed = sharding.tree_shardings(jax.eval_shape(function, key), mesh)
+    return jax.jit(function, out_shardings=placed)(key)
+
+  if not c.model.weights:
+    return build(model.init)
+  plain = {'lora_rank': 0, **({'num_experts': 0} if c.model.upcycle else {})}
+  like = jax.eval_shape(transformer.make(**{**shape, **plain}, mesh=None).init, key)
+  if mesh is not None:
+    like = sharding.with_shardings(like, sharding.tree_shardings(like, mesh))
+  params = weights.load(c.model.weights, like)
+  if c.model.upcycle:
+    params = build(
+      lambda key: moe.upcycle(
+        params,
+        num_experts=c.model.num_experts,
+        key=key,
+        router_stddev=c.model.width**-0.5,
+      )
+    )
+  if c.model.lora_rank:
+    params = lora.join(params, build(lambda key: lora.split(model.init(key))[1]))
+  return params
+
+
+def _as_exported(c: ConfigDict, params: Any) -> Any:
+  if c.model.lora_rank:
+    params = lora.merge(params, scale=c.model.lora_alpha / c.model.lora_rank)
+  dtype = jnp.dtype(c.model.dtype)
+
+  def cast(keys, x):
+    return x.astype(dtype) if sharding.matches(_CAST, sharding.path_of(keys)) else x
+
+  return jax.tree.map_with_path(cast, params)
+
+
+def _export(c: ConfigDict, engine_mesh: Mesh | None) -> Callable[[TrainState], Any]:
+  @jax.jit
+  def copy(base, policy):
+    # Without jnp.copy, jit would hand on buffers that the learner donates at the next update.
+    return _as_exported(c, jax.tree.map(jnp.copy, lora.join(base, policy)))
+
+  def export(state: TrainState) -> Any:
+    params = copy(state.base, state.policy)
+    if engine_mesh is None:
+      return params
+    return jax.device_put(params, sharding.tree_shardings(params, engine_mesh))
+
+  return export
+
+
+def state_shardings(c: ConfigDict, shapes: TrainState, mesh: Mesh) -> TrainState:
+  """Where everything that an update changes lies between updates."""
+  shardings = sharding.tree_shardings(shapes.replace(errors={}), mesh)
+  owed = {}
+  if shapes.errors:
+    spec = lambda s: NamedSharding(mesh, PartitionSpec('data', *s.spec))
+    owed = {name: jax.tree.map(spec, getattr(shardings, name)) for name in ('policy', 'critic')}
+  kind = c.train.optimizer_memory
+  opts = {
+    name: sharding.tree_shardings(getattr(shapes, name), mesh, memory_kind=kind)
+    for name in ('policy_opt', 'critic_opt')
+  }
+  return shardings.replace(errors=owed, **opts)
