@@ -1,27 +1,27 @@
 """Checkpoints: one folder a step, complete or ignored.
 
   ROOT/00000120/            state/ (Orbax)  host.json  trajectories.npz  COMPLETE
-  ROOT/.aside-00000120-ID/  a save at work, or the remains of a dead one
+  ROOT/.aside-00000120/     a save at work, or the remains of a dead one
 
 A save writes aside, syncs every file, renames the folder, and writes the marker COMPLETE last: it holds the run, the
 dtype and shape of each leaf, and a checksum of each file. A folder without a marker does not count, and the next save
 removes it. Only then are older checkpoints pruned, so that a process killed at any moment, or a full disk, leaves the
 last good one alone.
 
-One process writes to a folder, one save at a time. State of one host: leaves are gathered to numpy.
+One run writes to a folder, one save at a time. Its processes share the folder. All of them call `save` and `restore` with the
+same arguments; each writes and reads its own shards, and process 0 does the rest. A leaf that is cut over devices is never
+gathered. What fails in one process fails in all, or they stop waiting for it after a deadline.
 """
 
 import contextlib
 import dataclasses
 import errno
 import hashlib
-import io
 import json
 import logging
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,20 +31,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax import types
+from sao_jax.runtime import archive
+from sao_jax.runtime.peers import PeerFailed, Peers
 
 PyTree = Any
 
 _FORMAT = 1
+_PATIENCE_S = 900.0  # for another process: above the 300 s after which Orbax gives up a barrier
 _MARKER = 'COMPLETE'
 _ASIDE = '.aside-'
-_ARRAYS = {  # of a types.Trajectory, end to end in trajectories.npz
-  'tokens': np.int32,
-  'mask': np.bool_,
-  'behavior_logprobs': np.float32,
-  'versions': np.int32,
-  'rewards': np.float32,
-  'turn_ids': np.int32,
-}
 
 
 class CheckpointError(ValueError):
@@ -81,7 +76,7 @@ def save(
   Args:
     root: folder of the checkpoints, made if absent.
     step: >= 0; saving a step again replaces it.
-    state: pytree of arrays. Nobody may donate or change a leaf until this returns.
+    state: pytree of arrays, in any memory. Nobody may donate or change a leaf until this returns.
     host: JSON-able, with string keys only; tuples come back as lists.
     trajectories: episodes that are finished and not yet trained; their `info` is JSON-able too.
     run_id: who writes. A folder that holds checkpoints of another run is refused.
@@ -91,30 +86,32 @@ def save(
     The folder of this checkpoint.
 
   Raises:
-    CheckpointError: disk full or not writable, another run's folder. Earlier checkpoints are as they were.
+    CheckpointError: disk full or not writable, another run's folder, another process that failed or is silent. Earlier
+      checkpoints are as they were.
     ValueError: bad arguments, a leaf that is no array, host data that JSON cannot hold.
   """
   if keep < 1 or step < 0:
     raise ValueError(f'save needs keep >= 1 and step >= 0, got keep={keep} and step={step}')
   arrays = _leaves(state)
-  files = {'host.json': _to_json(host, 'host'), 'trajectories.npz': _pack(trajectories)}
+  files = {
+    'host.json': archive.to_json(host, 'host'),
+    'trajectories.npz': archive.pack(trajectories),
+  }
   root = Path(root).resolve()
-  aside = root / f'{_ASIDE}{step:08d}-{uuid.uuid4().hex[:12]}'
+  aside = root / f'{_ASIDE}{step:08d}'
+  peers = Peers(_PATIENCE_S)
   try:
-    root.mkdir(parents=True, exist_ok=True)
-    _refuse_foreign(root, run_id)
-    _remove_unfinished(root)
-    _refuse_full_disk(root, arrays, files)
-    path = _write(aside, root, step, arrays, files, run_id)
-    _prune(root, path, keep)
+    peers.first(lambda: _prepare(root, aside, arrays, files, run_id))
+    peers.each(lambda: _write_state(aside, arrays, peers))
+    return root / peers.first(lambda: _finish(aside, root, step, arrays, files, run_id, keep))
   except CheckpointError:
     raise
   except Exception as error:
-    shutil.rmtree(aside, ignore_errors=True)
-    if isinstance(error, OSError) or 'No space left' in str(error):
+    if peers.index == 0:
+      shutil.rmtree(aside, ignore_errors=True)
+    if isinstance(error, OSError | PeerFailed) or 'No space left' in str(error):
       raise _write_error(root, step, error) from error
     raise
-  return path
 
 
 def steps(root: Path) -> list[int]:
@@ -128,8 +125,9 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
   Args:
     root: as for `save`.
     step: one of `steps(root)`.
-    like: pytree with the structure, dtypes and shapes to expect. Where a leaf is a jax.Array (or a ShapeDtypeStruct)
-      a jax.Array comes back, with the sharding of the leaf if that is committed; elsewhere a numpy array.
+    like: pytree with the structure, dtypes and shapes to expect. Where a leaf is a ShapeDtypeStruct or a committed jax.Array,
+      a jax.Array comes back with its sharding, which may be another one than that of the leaf that was saved: every
+      process reads what its devices need. Elsewhere the leaf is read whole: a jax.Array where it was one, or numpy.
     run_id: the run that must have written it.
 
   Returns:
@@ -139,6 +137,24 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
     CheckpointError: absent, incomplete, damaged, of another run, or not of the structure of `like`.
   """
   root = Path(root).resolve()
+  peers = Peers(_PATIENCE_S)
+  expected = _leaves(like)
+  try:
+    path = root / peers.first(lambda: _check(root, step, expected, run_id))
+    values = peers.each(lambda: _read_state(path, expected, peers))
+  except PeerFailed as error:
+    raise CheckpointError(root, f'step {step} not restored, {error}', 'see that process') from error
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+  placed = [_place(values.get(jax.tree_util.keystr(key)), leaf) for key, leaf in leaves]
+  return Restored(
+    state=treedef.unflatten(placed),
+    host=json.loads((path / 'host.json').read_bytes()),
+    trajectories=archive.unpack((path / 'trajectories.npz').read_bytes()),
+  )
+
+
+def _check(root: Path, step: int, like: dict[str, Any], run_id: str) -> str:
+  """The name of the folder of a checkpoint that is whole and fits."""
   path = _complete(root).get(step)
   if path is None:
     raise CheckpointError(
@@ -149,35 +165,42 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
     wrong = f'written by run {marker["run_id"]!r}, not {run_id!r}'
     raise CheckpointError(path, wrong, 'use the folder of your own run, or start in a new one')
   _verify(path, marker['files'])
-  expected = _leaves(like)
-  _check_leaves(path, marker['leaves'], expected)
-  values = {}
-  if any(x.size for x in expected.values()):
-    with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
-      values = checkpointer.restore(path / 'state')
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
-  placed = [_place(values.get(jax.tree_util.keystr(key)), leaf) for key, leaf in leaves]
-  return Restored(
-    state=treedef.unflatten(placed),
-    host=json.loads((path / 'host.json').read_bytes()),
-    trajectories=_unpack((path / 'trajectories.npz').read_bytes()),
-  )
+  _check_leaves(path, marker['leaves'], like)
+  return path.name
 
 
 # Arrays.
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
-  """{path of the leaf: numpy array}, or the ShapeDtypeStruct as it is."""
+  """{path of the leaf: as it is if it is a shape or on devices, else numpy}."""
   leaves = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     name = jax.tree_util.keystr(key)
-    leaves[name] = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf)
-    if leaves[name].dtype.hasobject or leaves[name].dtype.kind in 'US':
+    leaves[name] = leaf if _is_shape(leaf) or _is_global(leaf) else np.asarray(leaf)
+    dtype = leaves[name].dtype
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.kind in 'US':
       raise ValueError(
         f'state{name} is {type(leaf).__name__}, not an array of numbers; put it in `host`'
       )
   return leaves
+
+
+def _is_shape(leaf: Any) -> bool:
+  return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_global(leaf: Any) -> bool:
+  """Not a copy that each process has of its own."""
+  alone = jax.process_count() == 1
+  return isinstance(leaf, jax.Array) and (alone or not leaf.is_fully_addressable)
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+  """Where a leaf must lie; None: anywhere, whole."""
+  if _is_shape(leaf) or (_is_global(leaf) and leaf.committed):
+    return leaf.sharding
+  return None
 
 
 def _kind(leaf: Any) -> str:
@@ -192,19 +215,47 @@ def _check_leaves(path: Path, saved: dict[str, str], like: dict[str, Any]) -> No
       raise CheckpointError(path, wrong, 'restore with the config that the run was started with')
 
 
-def _place(value: np.ndarray | None, like: Any) -> Any:
+def _place(value: Any, like: Any) -> Any:
   """The restored leaf where `like` was. None stands for an array without elements, which Orbax cannot store."""
   if value is None:
     value = np.zeros(like.shape, like.dtype)
-  if isinstance(like, jax.ShapeDtypeStruct):
-    return jax.device_put(value, like.sharding, may_alias=False)
-  if isinstance(like, jax.Array):
-    return jax.device_put(value, like.sharding if like.committed else None, may_alias=False)
-  return value
+  if isinstance(value, jax.Array) or not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+    return value
+  sharding = like.sharding if _is_shape(like) or like.committed else None
+  return jax.device_put(value, sharding, may_alias=False)
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-  return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+def _orbax(peers: Peers) -> ocp.Checkpointer:
+  """Barriers of several processes go through the coordination service, under names of their own."""
+  options = {}
+  if peers.count > 1:
+    everyone = set(range(peers.count))
+    options['multiprocessing_options'] = ocp.options.MultiprocessingOptions(
+      active_processes=everyone, barrier_sync_key_prefix=peers.prefix
+    )
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, **options)
+  return ocp.Checkpointer(handler, **options)
+
+
+def _write_state(aside: Path, arrays: dict[str, Any], peers: Peers) -> None:
+  if stored := {name: x for name, x in arrays.items() if x.size}:
+    with _quiet(), _orbax(peers) as checkpointer:
+      checkpointer.save(aside / 'state', stored)
+
+
+def _read_state(path: Path, like: dict[str, Any], peers: Peers) -> dict[str, Any]:
+  """Leaves by path: on their devices where `like` says on which, else numpy."""
+
+  def how(leaf):
+    if (sharding := _sharding(leaf)) is None:
+      return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape)
+
+  stored = {name: how(x) for name, x in like.items() if x.size}
+  if not stored:
+    return {}
+  with _quiet(), _orbax(peers) as checkpointer:
+    return checkpointer.restore(path / 'state', restore_args=stored)
 
 
 @contextlib.contextmanager
@@ -222,67 +273,21 @@ def _quiet() -> Iterator[None]:
     logger.removeFilter(not_orbax)
 
 
-# Host data.
-
-
-def _to_json(value: Any, name: str) -> bytes:
-  """JSON bytes; refuses keys that JSON would turn into other keys."""
-  todo = [value]
-  while todo:
-    x = todo.pop()
-    if isinstance(x, dict):
-      if bad := [k for k in x if not isinstance(k, str)]:
-        raise ValueError(f'{name} has the key {bad[0]!r}: JSON keeps only strings as keys')
-      todo.extend(x.values())
-    elif isinstance(x, list | tuple):
-      todo.extend(x)
-  try:
-    return json.dumps(value, default=np.generic.item).encode()
-  except TypeError as error:
-    raise ValueError(f'{name} is not JSON-able: {error}') from error
-
-
-def _pack(trajectories: Sequence[types.Trajectory]) -> bytes:
-  """An npz archive: each kind of array end to end, the other fields as JSON. No pickle."""
-  rest, columns = [], {}
-  for trajectory in trajectories:
-    fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
-    for name, dtype in _ARRAYS.items():
-      array = fields.pop(name)
-      if (array.dtype, array.shape) != (dtype, trajectory.tokens.shape):
-        raise ValueError(f'trajectory {trajectory.episode}: {name} is {_kind(array)}, not {dtype}')
-      columns.setdefault(name, []).append(array)
-    rest.append(fields | {'length': len(trajectory.tokens)})
-  columns = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-  text = np.frombuffer(_to_json(rest, 'info of a trajectory'), np.uint8)
-  buffer = io.BytesIO()
-  np.savez(buffer, allow_pickle=False, rest=text, **columns)
-  return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> tuple[types.Trajectory, ...]:
-  with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-    columns = dict(archive)
-  trajectories, start = [], 0
-  for fields in json.loads(columns['rest'].tobytes()):
-    end = start + fields.pop('length')
-    fields |= {name: columns[name][start:end].copy() for name in _ARRAYS}
-    fields['stop_reason'] = types.StopReason(fields['stop_reason'])
-    trajectories.append(types.Trajectory(**fields))
-    start = end
-  return tuple(trajectories)
-
-
 # Folders.
 
 
-def _write(aside: Path, root: Path, step: int, arrays: dict, files: dict, run_id: str) -> Path:
-  """Aside, synced, renamed, marked. A step that exists already stays until its successor is marked."""
+def _prepare(root: Path, aside: Path, arrays: dict, files: dict, run_id: str) -> None:
+  root.mkdir(parents=True, exist_ok=True)
+  _refuse_foreign(root, run_id)
+  _remove_unfinished(root)
+  _refuse_full_disk(root, arrays, files)
   aside.mkdir()
-  stored = {name: x for name, x in arrays.items() if x.size}
-  if stored:
-    with _quiet(), ocp.Checkpointer(_handler()) as checkpointer:
-      checkpointer.save(aside / 'state', stored)
+
+
+def _finish(
+  aside: Path, root: Path, step: int, arrays: dict, files: dict, run_id: str, keep: int
+) -> str:
+  """Synced, renamed, marked, pruned. A step that exists already stays until its successor is marked."""
   for name, data in files.items():
     (aside / name).write_bytes(data)
   marker = {
@@ -308,7 +313,8 @@ def _write(aside: Path, root: Path, step: int, arrays: dict, files: dict, run_id
   except OSError:
     _remove(path)
     raise
-  return path
+  _prune(root, path, keep)
+  return path.name
 
 
 def _key(path: Path) -> tuple[int, int]:
@@ -371,7 +377,11 @@ def _write_error(root: Path, step: int, error: Exception) -> CheckpointError:
   cause = 'the disk is full' if full else f'{type(error).__name__}: {error}'.splitlines()[0]
   good = steps(root)
   last = f'the last good one is step {good[-1]}' if good else 'there is no earlier one'
-  remedy = 'free space and resume' if full else 'make the folder writable and resume'
+  remedy = 'make the folder writable and resume'
+  if full:
+    remedy = 'free space and resume'
+  elif isinstance(error, PeerFailed):
+    remedy = 'see what that process says and resume'
   return CheckpointError(root, f'step {step} not saved, {cause}, {last}', remedy)
 
 

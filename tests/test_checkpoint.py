@@ -1,9 +1,11 @@
 import dataclasses
 import errno
+import json
 import logging
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -297,7 +299,10 @@ def test_kill_9_leaves_complete_or_ignored_ones(tmp_path):
   roots = [tmp_path / str(i) for i in range(4)]
   children = [
     subprocess.Popen(
-      [sys.executable, '-c', KILLED, root], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+      [sys.executable, '-c', KILLED, root],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      bufsize=0,  # or readline takes lines that communicate then misses
     )
     for root in roots
   ]
@@ -329,3 +334,118 @@ def test_from_a_worker_thread_and_quietly(tmp_path, capfd):
     logging.getLogger('absl').setLevel(logging.WARNING)
   assert capfd.readouterr() == ('', '')
   assert not logging.getLogger('absl').filters
+
+
+SHARDED = """
+import json, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from sao_jax import checkpoint, sharding
+
+what, root, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+if what == 'write':
+  jax.distributed.initialize('127.0.0.1:' + port, 2, index, initialization_timeout=60)
+
+rng = np.random.default_rng(0)
+draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+PARAMS = {'layers': {'mlp': {'up': {'kernel': draw(2, 8, 12)}, 'down': {'kernel': draw(2, 12, 8)}}}}
+VALUES = {
+  'step': np.int32(7),
+  'policy': {**PARAMS, 'low': np.asarray(jnp.asarray(draw(5), jnp.bfloat16))},
+  'opt': {'mu': jax.tree.map(lambda x: -x, PARAMS), 'empty': np.zeros((0, 3), np.int8)},
+}
+
+def shardings(mesh, kind):
+  placed = sharding.tree_shardings(VALUES, mesh)
+  return {**placed, 'opt': sharding.tree_shardings(VALUES['opt'], mesh, memory_kind=kind)}
+
+def save(root, state, run_id='run'):
+  checkpoint.save(root, 7, {**state, 'host': np.arange(3)}, {'x': 1}, (), run_id=run_id, keep=1)
+
+def failure(*arguments):
+  try:
+    save(*arguments)
+  except Exception as error:
+    return type(error).__name__ + ': ' + str(error)
+
+def same(got, placed):
+  for x, value, where in zip(*map(jax.tree.leaves, (got, VALUES, placed)), strict=True):
+    assert isinstance(x, jax.Array) and x.sharding == where and x.dtype == value.dtype, (x.sharding, where)
+    assert np.asarray(x).tobytes() == value.tobytes()
+
+mesh = sharding.make_mesh({'fsdp': 4, 'tensor': 2})
+if what == 'write':
+  state = sharding.put(VALUES, shardings(mesh, None))
+  save(root / 'two', state)
+  said = [failure(root / 'two', state, 'another')]  # noticed by process 0 alone
+  orbax = checkpoint.ocp.Checkpointer.save
+  def fail(*args, **kwargs):
+    raise OSError(28, 'No space left on device')
+  checkpoint.ocp.Checkpointer.save = fail if index else lambda *args, **kwargs: None
+  said.append(failure(root / 'two', state))
+  checkpoint.ocp.Checkpointer.save = orbax
+  said.append(failure(root / 'two', state))
+  got = checkpoint.restore(root / 'two', 7, {**state, 'host': np.zeros(3, int)}, run_id='run').state
+  assert (got.pop('host') == np.arange(3)).all()
+  for x, y in zip(*map(jax.tree.leaves, (got, state)), strict=True):
+    assert x.sharding == y.sharding
+    for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+      assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+  print(json.dumps(said))
+else:
+  gathered = []
+  value_of = type(jnp.ones(2)).__array__
+  def spy(x, *args, **kwargs):
+    gathered.append(not x.is_fully_replicated)
+    return value_of(x, *args, **kwargs)
+  state = jax.device_put(VALUES, shardings(mesh, 'pinned_host'))
+  type(jnp.ones(2)).__array__ = spy
+  save(root / 'one', state)
+  type(jnp.ones(2)).__array__ = value_of
+  assert not any(gathered)
+  for name in ('one', 'two'):
+    for sizes, kind in (({'fsdp': 2, 'tensor': 4}, 'pinned_host'), ({'fsdp': 4, 'tensor': 2}, None), ({'data': 8}, None)):
+      placed = shardings(sharding.make_mesh(sizes), kind)
+      like = {**sharding.with_shardings(VALUES, placed), 'host': np.zeros(3, int)}
+      got = checkpoint.restore(root / name, 7, like, run_id='run').state
+      assert (got.pop('host') == np.arange(3)).all()
+      same(got, placed)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), VALUES)
+    got = checkpoint.restore(root / name, 7, {**like, 'host': np.zeros(3, int)}, run_id='run').state
+    del got['host']
+    same(got, jax.tree.map(lambda x: jax.sharding.SingleDeviceSharding(jax.devices()[0]), VALUES))
+"""
+
+
+def sharded(num_devices, *arguments):
+  flags = f'--xla_force_host_platform_device_count={num_devices}'
+  return subprocess.Popen(
+    [sys.executable, '-c', SHARDED, *map(str, arguments)],
+    env=os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'},
+    stdout=subprocess.PIPE,
+  )
+
+
+def outputs(*children):
+  try:
+    got = [child.communicate(timeout=120)[0] for child in children]
+    assert not any(child.returncode for child in children)
+    return got
+  finally:
+    for child in children:
+      child.kill()
+      child.wait()
+
+
+def test_shards_of_processes_and_meshes_come_back_on_other_meshes_bit_for_bit(tmp_path):
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    port = listener.getsockname()[1]
+  told = outputs(*(sharded(4, 'write', tmp_path, index, port) for index in range(2)))
+  foreign, full, good = zip(*map(json.loads, told), strict=True)
+  assert all("belongs to run 'run', not 'another'" in said for said in foreign)
+  assert 'process 0 of 2 failed: CheckpointError' in foreign[1]
+  assert all('the disk is full' in said for said in full)
+  assert all(said.startswith('CheckpointError') for said in (*foreign, *full))
+  assert good == (None, None)
+  outputs(sharded(8, 'read', tmp_path, 0, port))
