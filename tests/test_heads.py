@@ -1,6 +1,7 @@
 """Chunked log-probabilities against the naive form in value, gradient and memory; value heads by hand."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,133 @@ def test_arguments_are_checked():
   np.testing.assert_array_equal(np.isnan(got), np.arange(N) < 2)
   empty = heads.token_logprobs(hidden[:0], unembedding, tokens[:0], temperature=1.0, chunk=4)
   assert empty.shape == (0,)
+
+
+# Of a mask: rows that are empty, full, and between.
+
+B, T = 4, 11
+MASK = np.asarray(np.arange(T) < np.asarray([[0], [11], [3], [7]]), np.float32)
+MASK[2:] = MASK[2:, ::-1]  # the actions of the last two rows are at their ends
+EMPTY, FULL = np.zeros((B, T), np.float32), np.ones((B, T), np.float32)
+
+
+def rows_data(seed=0, dtype=jnp.float32):
+  a, b, c = jax.random.split(jax.random.key(seed), 3)
+  hidden = jax.random.normal(a, (B, T, D)).astype(dtype)
+  unembedding = jax.random.normal(b, (V, D)).astype(dtype)
+  return hidden, unembedding, jax.random.randint(c, (B, T), 0, V)
+
+
+def slow(hidden, unembedding, tokens, mask, weights, temperature):
+  """float64 loops: (log-probabilities, entropies, gradients of (weights * both).sum() in hidden, unembedding, temperature)."""
+  hidden, unembedding = np.float64(hidden), np.float64(unembedding)
+  logprobs, entropies = np.zeros((2, B, T))
+  grads = np.zeros_like(hidden), np.zeros_like(unembedding), np.zeros(())
+  for b, t in np.argwhere(mask > 0):
+    logits = unembedding @ hidden[b, t] / temperature
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    word, (on_logprob, on_entropy) = tokens[b, t], weights[:, b, t]
+    logprobs[b, t], entropies[b, t] = np.log(probs[word]), -(probs * np.log(probs)).sum()
+    slope = on_logprob * ((np.arange(V) == word) - probs)
+    slope -= on_entropy * probs * (np.log(probs) + entropies[b, t])
+    grads[0][b, t] += slope @ unembedding / temperature
+    grads[1][...] += slope[:, None] * hidden[b, t] / temperature
+    grads[2][...] -= slope @ logits / temperature
+  return (logprobs, entropies), grads
+
+
+WEIGHTS = np.random.default_rng(0).normal(size=(2, B, T))
+
+
+@functools.cache
+def of_actions(chunk, parts):
+  """Jitted: (hidden, unembedding, temperature, tokens, mask) -> (both, gradients in the first three)."""
+
+  def loss(hidden, unembedding, temperature, tokens, mask):
+    both = heads.action_logprobs(
+      hidden, unembedding, tokens, mask, temperature=temperature, chunk=chunk, parts=parts
+    )
+    return (jnp.asarray(WEIGHTS, jnp.float32) * jnp.stack(both)).sum(), both
+
+  def function(*args):
+    (_, both), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*args)
+    return both, grads
+
+  return jax.jit(function)
+
+
+@pytest.mark.parametrize('chunk', [1, 6, 13, 1000])
+def test_actions_equal_a_float64_loop(chunk):
+  hidden, unembedding, tokens = rows_data()
+  for mask in (MASK, FULL, EMPTY):
+    got = of_actions(chunk, 1)(hidden, unembedding, 0.7, tokens, mask)
+    want = slow(hidden, unembedding, tokens, mask, WEIGHTS, 0.7)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
+    assert got[0][0].dtype == got[0][1].dtype == jnp.float32
+    assert not np.asarray(got[0])[:, mask == 0].any()
+
+
+def test_parts_of_a_row_do_not_matter():
+  hidden, unembedding, tokens = (x[:, :10] if x.ndim > 2 or len(x) == B else x for x in rows_data())
+
+  def both(parts, chunk):
+    function = functools.partial(heads.action_logprobs, temperature=0.7, chunk=chunk, parts=parts)
+    return jax.jit(function)(hidden, unembedding, tokens, MASK[:, :10])
+
+  whole = both(1, 8)
+  for parts, chunk in ((2, 3), (5, 64)):
+    for got, want in zip(both(parts, chunk), whole, strict=True):
+      np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize('garbage', [np.nan, np.inf])
+def test_what_stands_off_the_mask_changes_no_bit(garbage):
+  hidden, unembedding, tokens = rows_data(1)
+  off = MASK == 0
+  function = of_actions(6, 1)
+  want = function(hidden, unembedding, 1.0, tokens, MASK)
+  hidden = jnp.where(off[..., None], garbage, hidden)
+  for word in (-1, V):
+    got = function(hidden, unembedding, 1.0, jnp.where(off, word, tokens), MASK)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+  wild = function(hidden, unembedding, 1.0, tokens.at[1, 4].set(V), MASK)
+  np.testing.assert_array_equal(np.isnan(wild[0][0]), np.arange(B * T).reshape(B, T) == T + 4)
+
+
+def test_the_cost_is_that_of_the_fullest_row():
+  # 4 rows and chunks of 8 tokens are blocks of 2 columns: 6 for all 11, 1 for two actions a row.
+  hidden, unembedding, tokens = rows_data()
+  trips = []
+  inner = heads._log_softmax
+
+  def counted(*args):
+    jax.debug.callback(lambda: trips.append(1))
+    return inner(*args)
+
+  with mock.patch.object(heads, '_log_softmax', counted):
+    function = of_actions.__wrapped__(8, 1)
+    two = np.asarray(np.arange(T) % 7 == 3, np.float32) * FULL
+    for mask, blocks in ((FULL, 6), (MASK, 6), (two, 1), (EMPTY, 0), (np.eye(B, T), 1)):
+      trips.clear()
+      jax.block_until_ready(function(hidden, unembedding, 1.0, tokens, mask))
+      jax.effects_barrier()
+      assert len(trips) == 2 * blocks  # forward and backward
+
+
+def test_actions_in_bfloat16_are_summed_in_float32():
+  hidden, unembedding, tokens = rows_data(2, jnp.bfloat16)
+  both, grads = of_actions(6, 1)(hidden, unembedding, 1.0, tokens, MASK)
+  rounded = hidden.astype(jnp.float32), unembedding.astype(jnp.float32)
+  want, slopes = slow(*rounded, tokens, MASK, WEIGHTS, 1.0)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), both, want)
+  assert grads[0].dtype == grads[1].dtype == jnp.bfloat16
+  for got, right in zip(grads[:2], slopes[:2], strict=True):
+    # Slopes of logits are rounded once, and so is their sum: 2^-8 each.
+    assert np.abs(np.float64(got) - right).max() < 0.02 * np.abs(right).max()
+
+
+# Value heads
 
 
 def test_scalar_head_starts_at_the_mean_return():
