@@ -116,9 +116,19 @@ def _finite(*trees) -> jax.Array:
   return jnp.stack(leaves).all()
 
 
-def _hold(params, frozen):
-  """No gradient for the frozen leaves."""
-  return jax.tree.map(lambda p, f: jax.lax.stop_gradient(p) if f else p, params, frozen)
+def _part(tree, frozen):
+  """(trained, held): the tree twice, with None where the leaf is in the other one.
+
+  What is frozen is no argument of a gradient: XLA would fold sums over its constant zeros, leaf by leaf, for minutes.
+  """
+  pick = lambda which: jax.tree.map(lambda x, f: x if f == which else None, tree, frozen)
+  return pick(False), pick(True)
+
+
+def _whole(trained, held):
+  """The inverse of `_part`."""
+  pick = lambda a, b: b if a is None else a
+  return jax.tree.map(pick, trained, held, is_leaf=lambda x: x is None)
 
 
 def _select(condition, new, old):
@@ -230,10 +240,22 @@ def make_learner(
       segment_ids=batch.segment_ids,
     )
 
-  def critic_loss(critic, fixed, xs):
+  def descend(name, loss, state, fixed, micros, tx, still):
+    """One optimiser step of one network: (state, value, aux, gradient of what is not frozen)."""
+    params, opt = getattr(state, name), getattr(state, f'{name}_opt')
+    trained, held = _part(params, still)
     base, denominator = fixed
+    owed, rest = _part(state.errors[name], still) if state.errors else ({}, {})
+    value, aux, grads, owed = gradient(loss, trained, (base, held, denominator), micros, owed)
+    updates, opt = tx.update(_whole(grads, jax.tree.map(jnp.zeros_like, held)), opt, params)
+    errors = {**state.errors, name: _whole(owed, rest)} if state.errors else {}
+    new = {name: optax.apply_updates(params, updates), f'{name}_opt': opt, 'errors': errors}
+    return state.replace(**new), value, aux, grads
+
+  def critic_loss(critic, fixed, xs):
+    base, held, denominator = fixed
     micro, targets = xs
-    critic = _hold(critic, frozen[1])
+    critic = _whole(critic, held)
     backbone = lora.join(base, critic['backbone'])
     hidden = model.apply(backbone, micro.tokens, micro.positions, micro.segment_ids)
     # Padding may be NaN, and the head's gradient multiplies it by 0.
@@ -246,14 +268,8 @@ def make_learner(
     values, bootstrap = evaluate_critic(state, batch)
     targets = gae(adv.lambda_returns, batch, values, bootstrap, n.critic_lambda)
     fixed = state.base, batch.action_mask.sum()
-    value, _, grads, errors = gradient(
-      critic_loss, state.critic, fixed, cut((batch, targets)), state.errors.get('critic', {})
-    )
-    updates, opt = critic_tx.update(grads, state.critic_opt, state.critic)
-    new = state.replace(
-      critic=optax.apply_updates(state.critic, updates),
-      critic_opt=opt,
-      errors={**state.errors, 'critic': errors} if state.errors else {},
+    new, value, _, grads = descend(
+      'critic', critic_loss, state, fixed, cut((batch, targets)), critic_tx, frozen[1]
     )
     metrics = {
       'loss/critic': value,
@@ -275,11 +291,11 @@ def make_learner(
     return state, jax.tree.map(lambda x: x[0], metrics), finite.all()
 
   def policy_loss(params, fixed, xs):
-    base, denominator = fixed
+    base, held, denominator = fixed
     micro, advantages, old = xs
     logprobs, entropy, load = policy_logprobs(
       model,
-      lora.join(base, _hold(params, frozen[0])),
+      lora.join(base, _whole(params, held)),
       micro,
       temperature=n.temperature,
       chunk=n.logprob_chunk,
@@ -291,14 +307,8 @@ def make_learner(
   def policy_step(state, part):
     """One optimiser step on one minibatch of rows: part = (batch, advantages, old log-probabilities)."""
     fixed = state.base, part[0].action_mask.sum()
-    value, (aux, load), grads, errors = gradient(
-      policy_loss, state.policy, fixed, cut(part), state.errors.get('policy', {})
-    )
-    updates, opt = policy_tx.update(grads, state.policy_opt, state.policy)
-    new = state.replace(
-      policy=optax.apply_updates(state.policy, updates),
-      policy_opt=opt,
-      errors={**state.errors, 'policy': errors} if state.errors else {},
+    new, value, (aux, load), grads = descend(
+      'policy', policy_loss, state, fixed, cut(part), policy_tx, frozen[0]
     )
     logprobs, entropy = _flat(aux)
     return new, (value, optax.tree.norm(grads), logprobs, entropy, load, _finite(value, grads))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Learning:
   engine: Engine | Replayer  # where versions are published
   export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
   place: Callable[[Batch], Batch]  # from the host to where the learner takes it
+  launch: AbstractContextManager  # around the launch of the learner's programs
   journal: (
     Journal | Replayer | None
   )  # what becomes of each version's digest; None: the run is not recorded
@@ -130,7 +132,7 @@ async def learn(
   batch = prepare(learning, trajectories, version)
   recorded = learning.journal is not None
   state, measured, digest = await learning.work(
-    UPDATE, update_once, learning.learner.update, state, batch, recorded
+    UPDATE, update_once, learning.learner.update, state, batch, learning.launch, recorded
   )
   if int(state.step) != version + 1:
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
@@ -243,15 +245,19 @@ def save_checkpoint(
     raise RunFailed(str(error)) from error
 
 
-def update_once(update, state: TrainState, batch: Batch, recorded: bool):
+def update_once(
+  update, state: TrainState, batch: Batch, launch: AbstractContextManager, recorded: bool
+):
   """On the learner's thread: one update, waited for; its metrics on the host, and the digest if the run is recorded.
 
   Raises:
     RollBack: a parameter is not finite: nobody may sample with it, and no checkpoint hold it.
   """
-  state, metrics = update(state, batch)
+  with launch:
+    state, metrics = update(state, batch)
+    finite = _all_finite((state.policy, state.critic))
   measured = {name: float(value) for name, value in jax.device_get(metrics).items()}
-  if not _all_finite((state.policy, state.critic)):
+  if not finite:
     raise RollBack('a parameter is not finite')
   return state, measured, digest_of(state) if recorded else None
 

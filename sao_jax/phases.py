@@ -223,6 +223,7 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
     engine=engine,
     export=parts.model.export,
     place=parts.model.place,
+    launch=parts.model.launch,
     journal=journal,
     baseline=parts.baseline,
     max_staleness=c.runtime.max_staleness,
@@ -437,7 +438,13 @@ async def learn_values(
   batch = loop.prepare(learning, trajectories, 0)
   for _ in range(c.value.updates_per_batch):
     state, metrics, digest = await learning.work(
-      loop.CRITIC_UPDATE, loop.update_once, learning.learner.update_critic, state, batch, recorded
+      loop.CRITIC_UPDATE,
+      loop.update_once,
+      learning.learner.update_critic,
+      state,
+      batch,
+      learning.launch,
+      recorded,
     )
     if metrics['updates/skipped_now']:
       raise RunFailed('value pretraining: an update was not finite; lower critic.learning_rate')

@@ -457,7 +457,7 @@ async def live(injection: Injection) -> learner.TrainState:
   """One life of the process, put together as phases.py does: from the last checkpoint, or afresh."""
   workdir, now = injection.workdir, asyncio.get_running_loop()
   policy = np.linspace(0.0, 1.0, VOCAB, dtype=np.float32)
-  state = learner.TrainState(np.int32(0), policy, (), {}, (), np.int32(0))
+  state = learner.TrainState(np.int32(0), {}, policy, (), {}, (), {}, np.int32(0))
   host, kept, root = {}, (), workdir / 'checkpoints' / 'rl'
   if saved := checkpoint.steps(root):
     restored = checkpoint.restore(root, saved[-1], state, run_id='faults')
@@ -497,6 +497,9 @@ async def live(injection: Injection) -> learner.TrainState:
       learner=make_learner(injection),
       work=make_work(injection),
       engine=engines,
+      export=lambda state: state.policy,
+      place=lambda batch: batch,
+      launch=contextlib.nullcontext(),
       journal=journal,
       baseline=lambda trajectories, memory: (None, memory),
       max_staleness=LIMITS.max_staleness,

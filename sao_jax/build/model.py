@@ -1,8 +1,11 @@
 """The model of a run: its chat format, its weights, and where they lie."""
 
+import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -34,6 +37,7 @@ class ModelParts:
   ]  # seed -> params on the learner's mesh, read from files if the config names some
   export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
   exported: Any  # its shapes and dtypes
+  launch: AbstractContextManager  # around the launch of a program over several devices, see `model_parts`
 
   def place(self, batch: Batch) -> Batch:
     """A batch of the host, the same in every process, as the learner takes it."""
@@ -55,7 +59,15 @@ def chat_format(c: ConfigDict) -> tokens.ChatFormat:
 
 
 def model_parts(c: ConfigDict) -> ModelParts:
-  """Raises ValueError: numbers of the config that do not fit each other, the weights or the devices."""
+  """The model of a run.
+
+  Programs of several devices that are launched by two threads at once may start in one order on one device and in the other on
+  another, and then their collectives wait for each other for ever. So the learner and both engines launch under one lock, which is
+  not held while they run.
+
+  Raises:
+    ValueError: numbers of the config that do not fit each other, the weights or the devices.
+  """
   chat = chat_format(c)
   mesh, engine_mesh = _meshes(c)
   shape = shape_of(c, chat.vocab_size)
@@ -66,7 +78,8 @@ def model_parts(c: ConfigDict) -> ModelParts:
   engine_model = transformer.make(**{**shape, 'lora_rank': 0}, mesh=engine_mesh)
   if c.model.weights:
     _check_weights(c, shape)
-  export = _export(c, engine_mesh)
+  launch = contextlib.nullcontext() if mesh is None else threading.Lock()
+  export = _export(c, engine_mesh, launch)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   exported = jax.eval_shape(functools.partial(_as_exported, c), shapes)
   if engine_mesh is not None:
@@ -80,6 +93,7 @@ def model_parts(c: ConfigDict) -> ModelParts:
     init=functools.partial(_init, c, shape, model, mesh),
     export=export,
     exported=exported,
+    launch=launch,
   )
 
 
@@ -177,17 +191,20 @@ def _as_exported(c: ConfigDict, params: Any) -> Any:
   return jax.tree.map_with_path(cast, params)
 
 
-def _export(c: ConfigDict, engine_mesh: Mesh | None) -> Callable[[TrainState], Any]:
+def _export(
+  c: ConfigDict, engine_mesh: Mesh | None, launch: AbstractContextManager
+) -> Callable[[TrainState], Any]:
   @jax.jit
   def copy(base, policy):
     # Without jnp.copy, jit would hand on buffers that the learner donates at the next update.
     return _as_exported(c, jax.tree.map(jnp.copy, lora.join(base, policy)))
 
   def export(state: TrainState) -> Any:
-    params = copy(state.base, state.policy)
-    if engine_mesh is None:
-      return params
-    return jax.device_put(params, sharding.tree_shardings(params, engine_mesh))
+    with launch:
+      params = copy(state.base, state.policy)
+      if engine_mesh is None:
+        return params
+      return jax.device_put(params, sharding.tree_shardings(params, engine_mesh))
 
   return export
 

@@ -52,6 +52,7 @@ def programs_of(parts: Parts) -> Programs:
     prefill_buckets=c.engine.prefill_buckets,
     stop_tokens=(parts.model.chat.stop_token,),
     mesh=parts.model.engine_mesh,
+    launch=parts.model.launch,
   )
 
 

@@ -296,11 +296,12 @@ class LocalEngine:
     keep[[slot.index for slot in running]] = True
     began = time.perf_counter()
     first = []
-    for call in calls:
-      prefill = self._programs.prefill[call.bucket]
-      self._state, sampled = prefill(self._params, self._state, call.rows)
-      first.append(sampled)
-    self._state, decoded = self._programs.decode(self._params, self._state, keep)
+    with self._programs.launch:
+      for call in calls:
+        prefill = self._programs.prefill[call.bucket]
+        self._state, sampled = prefill(self._params, self._state, call.rows)
+        first.append(sampled)
+      self._state, decoded = self._programs.decode(self._params, self._state, keep)
     tokens, logprobs = rounds.join(calls, *jax.device_get((first, decoded)))
     took = time.perf_counter() - began
     with self._condition:

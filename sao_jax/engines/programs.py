@@ -3,8 +3,10 @@
 A program is compiled for fixed shapes and devices. Anything else is an error and never a silent recompilation.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -55,6 +57,7 @@ class Programs(NamedTuple):
   prefill_rows: int
   stop_tokens: frozenset[int]
   vocab_size: int
+  launch: AbstractContextManager  # held while a program is launched
 
 
 def make_programs(
@@ -68,6 +71,7 @@ def make_programs(
   prefill_buckets: Sequence[int],
   stop_tokens: Sequence[int],
   mesh: Mesh | None = None,
+  launch: AbstractContextManager | None = None,
 ) -> Programs:
   """Compiles a prefill for each bucket and a decode.
 
@@ -81,6 +85,7 @@ def make_programs(
     prefill_buckets: widths of the prefill calls; a longer prefix is prefilled in pieces of the widest.
     stop_tokens: a sampled one ends the generation.
     mesh: of this process's devices, where the engine lives: the heads of its cache are cut over 'tensor'. None: the first local device.
+    launch: a lock for all threads that launch programs on the mesh; None: there is no other.
 
   Raises:
     ValueError: if a size is not positive, a bucket exceeds max_length, or a stop token is no token.
@@ -129,6 +134,7 @@ def make_programs(
     prefill_rows=prefill_rows,
     stop_tokens=frozenset(stop_tokens),
     vocab_size=model.vocab_size,
+    launch=launch or contextlib.nullcontext(),
   )
 
 
