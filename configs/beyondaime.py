@@ -83,7 +83,7 @@ def _embedded() -> ConfigDict:
   c.model.num_experts = 0  # 0: a dense decoder
   c.model.experts_per_token = 0
   c.model.normalize_topk = True  # the weights of a token's experts add up to 1
-  c.model.expert_backend = 'dense'  # or 'ragged'; experiments/bench/moe.py measures them
+  c.model.expert_backend = 'blocked'  # or ragged, dense; docs/moe.md has them measured
   c.model.rope_theta = 10000.0
   c.model.rope_scaling = ConfigDict()  # Llama 3's longer context
   c.model.rope_scaling.factor = 0.0  # 0: none

@@ -83,7 +83,7 @@ CASES = {  # name: (what it must equal, changes); the bases first
   'expert 4, data 2': ('moe', mesh(expert=4, data=2)),
   'expert 2, tensor 2, fsdp 2, every expert on every token': (
     'moe',
-    {**mesh(expert=2, tensor=2, fsdp=2), 'model__expert_backend': 'dense'},
+    {**mesh(expert=2, tensor=2, fsdp=2), 'model__expert_backend': 'blocked'},
   ),
   'lora, data 2, fsdp 2, tensor 2': ('lora', CUT),
   'bfloat16 sums, data 2': ('dense', {**mesh(data=2), 'train__compression': 'bfloat16'}),

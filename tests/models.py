@@ -6,7 +6,7 @@ PLAIN = {
   'num_experts': 0,
   'experts_per_token': 0,
   'normalize_topk': True,
-  'expert_backend': 'dense',
+  'expert_backend': 'blocked',
   'attention': 'xla',
   'attention_chunk': 0,
   'window': 0,

@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts: routing, two ways to compute it, experts spread over devices, and a dense warm start.
+"""A mixture of SwiGLU experts: routing, three ways to compute it, experts spread over devices, and a dense warm start.
 
   N  tokens    E  experts    k  experts a token    D  width of the model    F  width of an expert
 
@@ -69,11 +69,11 @@ def mlp(
   """out_n = sum over the k experts e of token n of weight_ne * down_e(silu(gate_e(x_n)) * up_e(x_n)).
 
   Backends compute the same:
-    'blocked': tokens sorted by expert, then each expert's in blocks of a fixed size. At most half a block a row of work
-      XXX
+    'blocked': tokens sorted by expert, then expert after expert in blocks of rows, as many as its tokens need. N k rows
+      of work and about a quarter more, [N k, D] memory; the backward pass keeps nothing and computes gate and up again.
     'ragged': tokens sorted by expert, then `jax.lax.ragged_dot`. N k rows of work where it is lowered to a grouped
-      product. Elsewhere (CPU and GPU up to jax 0.11 at least) XLA masks the rows once an expert: E N k rows of work and
-      as much memory. experiments/bench/moe.py tells which it is.
+      product. Elsewhere, as on CPU, XLA masks the rows once an expert: E N k rows of work and as much memory.
+      experiments/bench/moe.py tells which it is.
     'dense': every expert on every token, one expert at a time: N E rows of work, [N, F] memory, and the backward pass
       computes each expert again.
 
@@ -125,9 +125,10 @@ def expert_parallel(
   What it costs a device, with n = N / (devices but those of 'tensor') tokens of its own and p = the size of 'expert':
   it receives (p - 1) n D values in the dtype of x, and as many float32 ones to sum; with 'tensor' > 1 also an all-reduce
   of [n, D] float32; backward the same in reverse. Because any token may choose any expert, the buffers have room for
-  all p n k rows ('ragged') or p n rows ('dense'), although a device gets n k of them when the load is even. All-to-all
-  would move k / p of that, but needs a capacity, and drops what exceeds it. In bfloat16, the backward sums over 'expert'
-  and 'tensor' of the gradient of x are bfloat16.
+  all p n k rows ('blocked', 'ragged') or p n rows ('dense'), although a device gets n k of them when the load is even. The
+  others take no work in 'blocked', where the busiest device of the group sets the pace. All-to-all would move k / p of
+  that, but needs a capacity, and drops what exceeds it. In bfloat16, the backward sums over 'expert' and 'tensor' of the
+  gradient of x are bfloat16; those of kernels over devices have the dtype of the kernels.
 
   Args:
     mesh: has the axes 'data', 'fsdp', 'tensor', 'expert' and 'sequence'.
