@@ -80,8 +80,11 @@ CASES = {  # name: (what it must equal, changes); the bases first
     'dense',
     {**mesh(sequence=8), 'model__attention': 'chunked', 'model__remat': 'dots_saveable'},
   ),
-  'expert 4, data 2': ('moe', mesh(expert=4, data=2)),
-  'expert 2, tensor 2, fsdp 2, every expert on every token': (
+  'expert 4, data 2, every expert on every token': (
+    'moe',
+    {**mesh(expert=4, data=2), 'model__expert_backend': 'dense'},
+  ),
+  'expert 2, tensor 2, fsdp 2, in blocks': (
     'moe',
     {**mesh(expert=2, tensor=2, fsdp=2), 'model__expert_backend': 'blocked'},
   ),

@@ -73,9 +73,9 @@ def parts(config: ConfigDict) -> Parts:
   head_init, value_head = methods.value_head(config)
   init_critic = functools.partial(methods.init_critic, config, head_init, model.mesh)
   mean_return = (config.value.low + config.value.high) / 2
-  critic = jax.eval_shape(
-    lambda policy: methods.init_critic(config, head_init, None, policy, mean_return), policy
-  )
+  critic = {}
+  if config.sao.critic_updates:
+    critic = {'backbone': policy, 'head': head_init(config.model.width, mean_return)}
   labels = transformer.partition(policy)
   policy_tx, held, words = methods.grouped('policy', config.policy, policy, labels)
   critic_tx, frozen, counts = optax.identity(), {}, 'no critic'

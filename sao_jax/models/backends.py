@@ -37,7 +37,6 @@ class Backend(NamedTuple):
   segments: bool  # keeps the segments of a packed row apart
   window: bool  # a window with sinks
   float32: bool
-  gradient: bool
   context: bool  # queries of a part of the row: context parallel
   head_multiple: int  # head_dim must be a multiple
   head_limit: float  # and at most that
@@ -323,19 +322,19 @@ def _dot(equation, x, y):
 ANYWHERE = ('cpu', 'gpu', 'tpu')
 BACKENDS = {
   'xla': Backend(
-    attend=xla, platforms=ANYWHERE, segments=True, window=True, float32=True, gradient=True, context=True,
+    attend=xla, platforms=ANYWHERE, segments=True, window=True, float32=True, context=True,
     head_multiple=1, head_limit=math.inf, note='holds all scores: memory grows with T^2',
   ),
   'chunked': Backend(
-    attend=chunked, platforms=ANYWHERE, segments=True, window=True, float32=True, gradient=True, context=True,
+    attend=chunked, platforms=ANYWHERE, segments=True, window=True, float32=True, context=True,
     head_multiple=1, head_limit=math.inf, note='memory grows with T',
   ),
   'cudnn': Backend(
-    attend=cudnn, platforms=('gpu',), segments=True, window=True, float32=False, gradient=True, context=False,
+    attend=cudnn, platforms=('gpu',), segments=True, window=True, float32=False, context=False,
     head_multiple=8, head_limit=256, note='needs a mask [B, 1, T, T]; head_dim above 128 from Hopper on; not run on the hardware',
   ),
   'pallas': Backend(
-    attend=pallas, platforms=('gpu', 'tpu'), segments=True, window=False, float32=False, gradient=True, context=False,
+    attend=pallas, platforms=('gpu', 'tpu'), segments=True, window=False, float32=False, context=False,
     head_multiple=16, head_limit=128, note='repeats keys and values to H heads; not run on the hardware',
   ),
 }  # fmt: skip
