@@ -73,6 +73,7 @@ def _embedded() -> ConfigDict:
   c.model = ConfigDict()
   c.model.weights = ''  # a Hugging Face folder; '' draws them at random
   c.model.upcycle = False  # the weights are of a dense model, whose MLP becomes every expert
+  c.model.router_stddev = 0.02  # of the random router then
   c.model.vocab_size = 0  # 0: that of the chat format
   c.model.width = 64
   c.model.num_layers = 2
@@ -94,7 +95,8 @@ def _embedded() -> ConfigDict:
   c.model.qk_norm = True
   c.model.qkv_bias = False
   c.model.tied = True
-  c.model.attention = 'xla'  # or chunked, cudnn, pallas: models/backends.py has what each can do
+  # Of the learner: or chunked, cudnn, pallas; models/backends.py has what each can do. An engine holds the scores of a prefill piece.
+  c.model.attention = 'xla'
   c.model.attention_chunk = 512  # tokens of a block of 'chunked'
   c.model.window = 0  # tokens that a token sees back; 0: all
   c.model.sinks = 0  # first tokens that stay in sight, with a window

@@ -114,30 +114,46 @@ def input_errors() -> Iterator[None]:
     raise BadInput(_one_line(error)) from error
 
 
+class Ended(Exception):
+  """Process 0 ends the run, with an exit code other than 0."""
+
+  def __init__(self, code: int, reason: str):
+    super().__init__(reason)
+    self.code, self.reason = code, reason
+
+
+def verdict(error: BaseException, *, resumable: bool = True) -> tuple[int, str]:
+  """The exit code that an error means, and its reason, whose last line says all."""
+  from sao_jax.checkpoint import CheckpointError
+  from sao_jax.loop import Stopped
+  from sao_jax.runtime.failures import RunFailed
+
+  match error:
+    case Ended():
+      return error.code, error.reason
+    case BadInput() | CheckpointError():
+      return BAD_INPUT, f'error: {error}'
+    case Stopped() | KeyboardInterrupt():
+      return STOPPED, f'stopped; {GOES_ON}' if resumable else 'stopped'
+    case RunFailed():
+      return FAILED, '\n'.join([*getattr(error, '__notes__', []), f'failed: {error}'])
+  return FAILED, f'failed: {type(error).__name__}: {_one_line(error)}'
+
+
 def run(main: Callable[[Sequence[str]], None], *, resumable: bool = True) -> None:
   """Calls `main(argv)` and exits: 0 done, 2 bad config or input, 3 failed, 75 stopped after a checkpoint.
 
   The last line of a run that did not end well is its reason.
   """
   prepare_jax()
-  from sao_jax.checkpoint import CheckpointError
-  from sao_jax.loop import Stopped
   from sao_jax.runtime.failures import RunFailed
 
-  code, reason = DONE, None
+  code = DONE
   try:
     main(sys.argv)
-  except (BadInput, CheckpointError) as error:
-    code, reason = BAD_INPUT, f'error: {error}'
-  except (Stopped, KeyboardInterrupt):
-    goes_on = f'; {GOES_ON}' if resumable else ''
-    code, reason = STOPPED, f'stopped{goes_on}'
-  except RunFailed as error:
-    reason = '\n'.join([*getattr(error, '__notes__', []), f'failed: {error}'])
-    code = FAILED
-  except Exception as error:
-    traceback.print_exc()
-    code, reason = FAILED, f'failed: {type(error).__name__}: {_one_line(error)}'
-  if reason:
+  except (Exception, KeyboardInterrupt) as error:
+    code, reason = verdict(error, resumable=resumable)
+    if code == FAILED and not isinstance(error, RunFailed | Ended):
+      traceback.print_exc()
     print(reason, file=sys.stderr)
   sys.exit(code)

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 
 KINDS = ('none', 'bfloat16', 'int8')
+MOST = {'bfloat16': 4, 'int8': 8}  # devices of the axis, from which on it sends no less than float32
 
 
 def all_reduce(grads: Any, errors: Any, *, axis: str, kind: str) -> tuple[Any, Any]:
   """(sums over the axis, what this device's rounding lost).
 
-  Every device sends its rounded gradient and its scales to the others, and adds up all of them in float32, so that the sums are
-  equal bit for bit everywhere. Bytes sent are 1/2 of float32 for bfloat16, about 1/4 for int8.
+  Every device sends its rounded gradient and its scales to all others, and adds up all of them in float32, so that the sums are
+  equal bit for bit everywhere. Of M float32 bytes on n devices each receives (n - 1) M / 2 for bfloat16 and about (n - 1) M / 4 for
+  int8, where an all-reduce of float32 takes 2 (n - 1) M / n: it saves for n below MOST, and is for an axis of a few slow links.
 
   Args:
     grads: tree of float32 arrays, this device's share.

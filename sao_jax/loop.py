@@ -1,6 +1,7 @@
 """The loop: take, update, publish, record, save."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,6 +18,7 @@ from sao_jax.learner import Learner, TrainState
 from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter
 from sao_jax.runtime.clock import Clock
+from sao_jax.runtime.crew import ALONE, Crew, gathered
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import Alarms, RollBack, watch
 from sao_jax.runtime.failures import RunFailed
@@ -34,13 +36,13 @@ class Stopped(Exception):
 
 @dataclasses.dataclass
 class Learning:
-  """What turns trajectories into the next version; a replay has one too."""
+  """What turns trajectories into the next version; a replay has one too, and a follower, without engine and journal."""
 
   learner: Learner  # jitted
   work: Callable[
     ..., Awaitable[Any]
   ]  # (what, function, *args): beside the event loop, under a deadline
-  engine: Engine | Replayer  # where versions are published
+  engine: Engine | Replayer | None  # where versions are published
   export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
   place: Callable[[Batch], Batch]  # from the host to where the learner takes it
   launch: AbstractContextManager  # around the launch of the learner's programs
@@ -52,6 +54,7 @@ class Learning:
   row_length: int
   row_multiple: int
   memory: Any = None  # of the baseline
+  crew: Crew = ALONE  # whom the leader tells what it does with arrays of all processes
 
 
 @dataclasses.dataclass
@@ -130,20 +133,24 @@ async def learn(
   """One update, published. The record has its digest before anything samples with it."""
   version = int(state.step)  # read before the update, which takes the state
   batch = prepare(learning, trajectories, version)
-  recorded = learning.journal is not None
   state, measured, digest = await learning.work(
-    UPDATE, update_once, learning.learner.update, state, batch, learning.launch, recorded
+    UPDATE, update_once, learning, 'update', state, batch
   )
   if int(state.step) != version + 1:
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
-  if recorded:
+  if digest:
     await learning.journal.updated(int(state.step), digest)
   learning.engine.load(learning.export(state), int(state.step))
   return state, measured
 
 
 async def take(run: Run, *, in_order: bool = False) -> list[Trajectory]:
-  """The next batch of trajectories, see `Dispatcher.take`. Raises `Stopped` on a signal, with nothing taken."""
+  """The next batch of trajectories, see `Dispatcher.take`. Raises `Stopped` on a signal, with nothing taken.
+
+  A signal of a follower counts from the next call on.
+  """
+  if run.learning.crew.asked_to_stop():
+    run.stop.set()
   return await unless_stopped(run.stop, run.dispatcher.take(run.batch_size, in_order=in_order))
 
 
@@ -162,7 +169,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine) -> Any:
 
 
 def prepare(learning: Learning, trajectories: list[Trajectory], version: int) -> Batch:
-  """The packed batch, where the learner takes it. The baseline learns from it.
+  """The packed batch, on the host. The baseline learns from it.
 
   Raises:
     LedgerError: a token beyond the staleness bound would train.
@@ -180,7 +187,7 @@ def prepare(learning: Learning, trajectories: list[Trajectory], version: int) ->
   lag = (batch.staleness * batch.mask).max()
   if lag > bound:
     raise LedgerError(f'a token {lag} versions old would train, and the bound is {bound}')
-  return learning.place(batch)
+  return batch
 
 
 def count(run: Run) -> dict[str, float]:
@@ -232,6 +239,7 @@ async def save(run: Run, state: TrainState) -> None:
   }
   root = run.workdir / 'checkpoints' / 'rl'
   arguments = (root, int(state.step), state, host, finished, run.run_id, run.keep)
+  run.learning.crew.tell('save', int(state.step))
   await run.learning.work(CHECKPOINT, save_checkpoint, *arguments)
 
 
@@ -246,20 +254,29 @@ def save_checkpoint(
 
 
 def update_once(
-  update, state: TrainState, batch: Batch, launch: AbstractContextManager, recorded: bool
-):
+  learning: Learning, what: str, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, float], str | None]:
   """On the learner's thread: one update, waited for; its metrics on the host, and the digest if the run is recorded.
+
+  Args:
+    what: the field of the learner.
+    batch: on the host.
 
   Raises:
     RollBack: a parameter is not finite: nobody may sample with it, and no checkpoint hold it.
   """
-  with launch:
+  update, crew = getattr(learning.learner, what), learning.crew
+  crew.tell(what, arrays=vars(batch))
+  batch = learning.place(batch)
+  crew.compiled(update, state, batch)
+  with learning.launch:
     state, metrics = update(state, batch)
     finite = _all_finite((state.policy, state.critic))
   measured = {name: float(value) for name, value in jax.device_get(metrics).items()}
   if not finite:
     raise RollBack('a parameter is not finite')
-  return state, measured, digest_of(state) if recorded else None
+  recorded = learning.journal is not None
+  return state, measured, digest_of(state, learning.launch, crew) if recorded else None
 
 
 @jax.jit
@@ -267,9 +284,21 @@ def _all_finite(tree: Any) -> jax.Array:
   return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
-def digest_of(state: TrainState) -> str:
-  """Of every bit of policy and critic: equal digests are equal parameters."""
-  total = hashlib.sha256()
-  for leaf in jax.tree.leaves(jax.device_get((state.policy, state.critic))):
-    total.update(np.ascontiguousarray(leaf).tobytes())
+def digest_of(
+  state: TrainState,
+  launch: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008 it has no state
+  crew: Crew = ALONE,
+) -> str:
+  """Of every bit of policy and critic: equal digests are equal parameters.
+
+  Over several processes each parameter comes to every device once, leaf by leaf: without `runtime.record` it is done at
+  the end only.
+  """
+  crew.tell('digest')
+  total, leaves = hashlib.sha256(), jax.tree.leaves((state.policy, state.critic))
+  if crew.count == 1:
+    leaves = jax.device_get(leaves)
+  for leaf in leaves:
+    whole = leaf if crew.count == 1 else gathered(leaf, launch)
+    total.update(np.ascontiguousarray(whole).tobytes())
   return total.hexdigest()[:16]

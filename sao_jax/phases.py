@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from sao_jax import build, checkpoint, loop
@@ -24,6 +23,7 @@ from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime import watchdog
 from sao_jax.runtime.clock import Clock, VirtualLoop, real_clock
+from sao_jax.runtime.crew import ALONE, END, Crew
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.failures import RunFailed
@@ -31,7 +31,7 @@ from sao_jax.runtime.heartbeat import Heartbeat
 from sao_jax.runtime.journal import Journal
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.logical import LogicalWork, Outside
-from sao_jax.types import Task, Trajectory
+from sao_jax.types import Batch, Task, Trajectory
 from sao_jax.warm_start import STEP, warm_start
 
 CLOSE_S = 120.0
@@ -63,11 +63,12 @@ def event_loop(parts: build.Parts) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 async def execute(
-  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen
+  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen, crew: Crew
 ) -> dict[str, float]:
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
 
-  In deterministic mode the running loop must be of `event_loop`.
+  In deterministic mode the running loop must be of `event_loop`. Of several processes the first one calls it, and the others
+  `follow`; the end is the caller's to tell, how ever it comes.
 
   Raises:
     loop.Stopped: when `stop` is set, after a checkpoint; the first evaluation and value pretraining, which have none, are
@@ -87,23 +88,14 @@ async def execute(
   logical = c.runtime.mode == 'deterministic'
   guard = watchdog.LoopGuard(2 * seconds if logical else seconds, waits)
   guard.start()
-  heart = None
-  if jax.process_count() > 1:
-    silence = c.runtime.heartbeat_s
-    heart = Heartbeat(
-      workdir / 'heartbeats',
-      rank=jax.process_index(),
-      world=jax.process_count(),
-      interval_s=silence / 6,
-      timeout_s=silence,
-    )
-    heart.start()
+  heart = start_heart(parts, workdir, crew)
   outside = Outside(seconds) if logical else None
   close_sandbox = outside.wrap(sandbox.close, 0.0) if outside else sandbox.close
   async with closing(close_sandbox, *([outside.close] if outside else []), guard.stop):
     work = make_work(parts, waits)
     state = None
     if not checkpoint.steps(workdir / 'checkpoints' / 'rl'):  # which have everything
+      crew.tell('fresh')
       state = fresh_state(
         parts,
         await warm_start(
@@ -111,11 +103,70 @@ async def execute(
         ),
       )
     programs = await asyncio.to_thread(build.programs_of, parts)
-    place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen)
+    place = Place(parts, workdir, programs, sandbox, outside, waits, work, stop, screen, crew)
     result = await learn(place, state)
     if heart is not None:
       heart.stop()  # only of a run that ended well: the others must not wait for one that failed
     return result
+
+
+def start_heart(parts: build.Parts, workdir: Path, crew: Crew) -> Heartbeat | None:
+  """The signs of life of one process among several."""
+  if crew.count == 1:
+    return None
+  silence = parts.config.runtime.heartbeat_s
+  heart = Heartbeat(
+    workdir / 'heartbeats',
+    rank=crew.index,
+    world=crew.count,
+    interval_s=silence / 6,
+    timeout_s=silence,
+  )
+  heart.start()
+  return heart
+
+
+def follow(parts: build.Parts, workdir: Path, crew: Crew) -> tuple[int, str]:
+  """All that a process does which does not lead: what the leader does with arrays of all processes, as told.
+
+  Returns:
+    The exit code and the reason that the leader ends with.
+  """
+  c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
+  learning = make_learning(parts, None, None, None, None, crew)
+  heart, state = start_heart(parts, workdir, crew), None
+  for what, numbers, arrays in crew.commands():
+    match what:
+      case 'fresh':
+        state = fresh_state(parts, asyncio.run(_same_warm_start(parts, workdir)))
+      case 'restore':
+        state = None  # there is room for one
+        state = checkpoint.restore(root, *numbers, parts.state, run_id=identity).state
+      case 'value head':
+        state = with_value_head(parts, state, *numbers)
+      case 'export':
+        parts.model.export(state)
+      case 'digest':
+        loop.digest_of(state, learning.launch, crew)
+      case 'save':
+        loop.save_checkpoint(root, *numbers, state, {}, (), identity, c.train.keep)
+      case 'update' | 'update_critic':
+        try:
+          state, _, _ = loop.update_once(learning, what, state, Batch(**arrays))
+        except RollBack:  # the leader finds the same, and decides
+          state = None
+  assert what == END
+  if numbers[0] == 0:
+    heart.stop()
+  return numbers
+
+
+async def _same_warm_start(parts: build.Parts, workdir: Path) -> Any:
+  """A follower's: it takes no step, see `build.checks`."""
+  nothing = lambda *_: None
+  return await warm_start(
+    parts, workdir, work=nothing, stop=asyncio.Event(), show=nothing, note=nothing
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +182,7 @@ class Place:
   work: Callable[..., Awaitable[Any]]
   stop: asyncio.Event
   screen: Screen
+  crew: Crew = ALONE
 
 
 def make_work(parts: build.Parts, waits: watchdog.Waits) -> Callable[..., Awaitable[Any]]:
@@ -215,13 +267,27 @@ def fresh_state(parts: build.Parts, params: Any) -> TrainState:
   return parts.placed(parts.init_state(base, policy, critic))
 
 
-def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loop.Learning:
+def with_value_head(parts: build.Parts, state: TrainState, mean_return: float) -> TrainState:
+  """The critic anew, with a head whose value is the mean return."""
+  critic = parts.init_critic(state.policy, mean_return)
+  return parts.placed(state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic)))
+
+
+def export(parts: build.Parts, crew: Crew, state: TrainState) -> Any:
+  """A copy of the policy as engines take it; None in a follower."""
+  crew.tell('export')
+  return parts.model.export(state)
+
+
+def make_learning(
+  parts: build.Parts, work, engine, journal, memory: Any, crew: Crew = ALONE
+) -> loop.Learning:
   c = parts.config
   return loop.Learning(
     learner=parts.learner,
     work=work,
     engine=engine,
-    export=parts.model.export,
+    export=functools.partial(export, parts, crew),
     place=parts.model.place,
     launch=parts.model.launch,
     journal=journal,
@@ -230,6 +296,7 @@ def make_learning(parts: build.Parts, work, engine, journal, memory: Any) -> loo
     row_length=c.env.max_tokens,
     row_multiple=c.train.micro_rows * c.sao.policy_minibatches,
     memory=memory,
+    crew=crew,
   )
 
 
@@ -246,10 +313,11 @@ async def learn(place: Place, state: TrainState | None) -> dict[str, float]:
 async def _attempt(
   place: Place, state: TrainState | None, back: _GoBack | None
 ) -> dict[str, float]:
-  parts, workdir, waits = place.parts, place.workdir, place.waits
+  parts, workdir, waits, crew = place.parts, place.workdir, place.waits, place.crew
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
   host, trajectories = {}, ()
   if saved := checkpoint.steps(root):
+    crew.tell('restore', saved[-1])
     restored = await asyncio.to_thread(
       checkpoint.restore, root, saved[-1], parts.state, run_id=identity
     )
@@ -264,7 +332,7 @@ async def _attempt(
   if c.runtime.record:
     journal = Journal(workdir, resume_at=host.get('replay_bytes', 0))
   async with closing(*([journal.close] if journal else [])):
-    exported = parts.model.export(state)
+    exported = export(parts, crew, state)
     services = build.Services(
       parts,
       place.programs,
@@ -292,8 +360,11 @@ async def _attempt(
         journal=journal,
         forsake_below=None if back is None else back.next_index,
       )
-      evaluations = Evaluations(parts, services, writer, place.screen, dispatcher.fail)
-      learning = make_learning(parts, place.work, services.engine, journal, host.get('memory'))
+      memory = host.get('memory')
+      learning = make_learning(parts, place.work, services.engine, journal, memory, crew)
+      evaluations = Evaluations(
+        parts, services, writer, place.screen, dispatcher.fail, learning.export
+      )
       run = _run(place, host, learning, dispatcher, ledger, writer, evaluations, clock)
       end = lambda: dispatcher.close(run.ending)
       async with closing(evaluations.cancel, end, ledger.close, writer.close):
@@ -373,7 +444,8 @@ async def _improve(
       )
       await loop.save(run, state)  # with the last score
     run.ending = 'run_ended'
-    digest = await asyncio.to_thread(loop.digest_of, state)
+    learning = run.learning
+    digest = await asyncio.to_thread(loop.digest_of, state, learning.launch, learning.crew)
     screen.note(f'parameters {digest} after {run.num_steps} updates')
     return done[run.num_steps]
   except loop.Stopped:
@@ -430,26 +502,20 @@ async def learn_values(
   Raises:
     RunFailed: an update was not finite.
   """
-  c, first, recorded = parts.config, None, learning.journal is not None
+  first = None
   if index == 0:
     mean_return = float(np.mean([t.reward for t in trajectories]))
-    critic = parts.init_critic(state.policy, mean_return)
-    state = parts.placed(state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic)))
+    learning.crew.tell('value head', mean_return)
+    state = with_value_head(parts, state, mean_return)
   batch = loop.prepare(learning, trajectories, 0)
-  for _ in range(c.value.updates_per_batch):
+  for _ in range(parts.config.value.updates_per_batch):
     state, metrics, digest = await learning.work(
-      loop.CRITIC_UPDATE,
-      loop.update_once,
-      learning.learner.update_critic,
-      state,
-      batch,
-      learning.launch,
-      recorded,
+      loop.CRITIC_UPDATE, loop.update_once, learning, 'update_critic', state, batch
     )
     if metrics['updates/skipped_now']:
       raise RunFailed('value pretraining: an update was not finite; lower critic.learning_rate')
     first = first or metrics
-  if recorded:
+  if digest:
     await learning.journal.updated(0, digest)
   return state, first
 
@@ -463,12 +529,13 @@ class Evaluations:
   writer: MetricsWriter
   screen: Screen
   fail: Callable[[Exception], None]  # tells the run of an evaluation that went wrong beside it
+  export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
   running: asyncio.Task | None = None
 
   def start(self, state: TrainState, step: int) -> None:
     """Evaluates a copy of the policy in the background, after the evaluation that may still run."""
     # Copied now: the next update donates the original before the evaluation may begin.
-    params = self.parts.model.export(state)
+    params = self.export(state)
     self.running = asyncio.create_task(self._after(self.running, params, step))
 
   async def _after(self, earlier: asyncio.Task | None, params: Any, step: int) -> None:
@@ -482,7 +549,7 @@ class Evaluations:
 
   async def now(self, state: TrainState, step: int) -> dict[str, float]:
     """Evaluates a copy of the policy, records and returns the metrics."""
-    return await self._score(self.parts.model.export(state), step)
+    return await self._score(self.export(state), step)
 
   async def _score(self, params: Any, step: int) -> dict[str, float]:
     """Evaluates params that the engine may keep."""

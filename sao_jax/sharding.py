@@ -51,7 +51,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
   need = math.prod(shape)
   if need > len(devices):
     raise ValueError(
-      f'the mesh {dict(zip(AXES, shape, strict=True))} needs {need} devices and there are {len(devices)}'
+      f'mesh: {dict(zip(AXES, shape, strict=True))} needs {need} devices and there are {len(devices)}: lower its sizes'
     )
   grid = np.array(devices[:need]).reshape(shape)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

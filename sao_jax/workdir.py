@@ -52,6 +52,25 @@ def claim(workdir: Path, config: ConfigDict) -> IO[str]:
   return _lock(workdir)
 
 
+def check_shared(workdir: Path, config: ConfigDict) -> None:
+  """Of a process that follows, after process 0 has claimed the workdir: raises ValueError if it is not here, or another config's."""
+  path = workdir / 'config.json'
+  if not path.exists():
+    raise ValueError(
+      f'--workdir={workdir} has no config.json here, and process 0 has written it: it must be one folder for all processes'
+    )
+  check_same(json.loads(path.read_text()), config)
+
+
+def check_same(theirs: Any, config: ConfigDict) -> None:
+  """Raises ValueError, with the first field that differs, if `theirs` is not this config as JSON."""
+  ours = json.loads(config.to_json())
+  if theirs != ours:
+    raise ValueError(
+      f'process 0 has another config ({_difference(theirs, ours)}): give all processes the same flags'
+    )
+
+
 def _lock(workdir: Path) -> IO[str]:
   file = (workdir / '.lock').open('w')
   try:

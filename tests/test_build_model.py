@@ -10,7 +10,7 @@ import pytest
 
 from sao_jax import build, tokens
 from sao_jax.build import methods
-from sao_jax.build.model import model_parts
+from sao_jax.build.model import _NOT_OURS, model_parts
 from sao_jax.models import heads, lora, transformer, weights
 from tests.test_build import config
 from tests.test_lora import SMALL, assert_same, paths
@@ -27,7 +27,7 @@ def saved(folder, **changes):
   """(the folder as a string, with the weights of seed 5; those weights)."""
   c = small(**changes)
   params = model_parts(c).init(5)
-  shape = {name: value for name, value in c.model.items() if name not in ('weights', 'upcycle')}
+  shape = {name: value for name, value in c.model.items() if name not in _NOT_OURS}
   shape |= {'vocab_size': SIZE, 'rope_scaling': None}
   weights.save(folder / 'm', params, shape, dtype='float32', max_shard_bytes=10**9, carried={})
   return str(folder / 'm'), params
@@ -43,15 +43,21 @@ def saved(folder, **changes):
     ({'model__dtype': 'float16'}, r"model\.dtype 'float16' must be 'float32' or 'bfloat16'"),
     ({'model__remat': 'all'}, r"model\.remat 'all' must be 'none' or one of"),
     ({'model__sinks': 2}, r'model\.window 0, sinks 2 .* sinks need a window'),
-    ({'model__lora_rank': 2}, r'supervised\.num_steps=900 with model\.lora_rank=2: .* set it to 0'),
+    ({'model__lora_rank': 2}, r'supervised\.num_steps=900.* with model\.lora_rank=2: .* set them to 0'),
     ({'chat__format': 'llama'}, r"chat\.format='llama' must be one of bytes, smollm2, qwen3"),
     ({'chat__format': 'qwen3'}, r"chat\.format='qwen3' needs a tokenizer: name its folder in chat\.tok"),
     ({'chat__format': 'smollm2', 'chat__tokenizer': 'x'}, r'supervised\.num_steps=900 with chat\.format'),
     ({'train__compression': 'int4'}, r"train\.compression='int4' must be one of"),
+    ({'train__compression': 'int8'}, r"train\.compression='int8' with mesh\.data=1: .* from 2 to 7 only"),
+    ({'train__compression': 'bfloat16', 'mesh__data': 4}, r'mesh\.data=4: .* from 2 to 3 only'),
+    ({'train__compression': 'int8', 'mesh__data': 2, 'model__attention': 'chunked'}, r"needs a dense model, model\.att"),
+    ({'chat__prefill': 'x'}, r"chat\.prefill='x' is for chat\.format='smollm2', not 'bytes'"),
+    ({'engine__expert': 0}, r'engine\.expert=0 must be at least 1'),
+    ({'model__attention_chunk': 0}, r'model\.attention_chunk=0 must be at least 1'),
     ({'train__optimizer_memory': 'disk'}, r"train\.optimizer_memory='disk' must be one of device"),
-    ({'mesh__data': 0}, r'mesh\.data=0: sizes of at least 1'),
-    ({'mesh__fsdp': 1024}, r"the mesh .*'fsdp': 1024.* needs 1024 devices and there are"),
-    ({'engine__tensor': 1024}, r'engine\.tensor, engine\.expert and engine\.apart: .* needs 1024 devices'),
+    ({'mesh__data': 0}, r'mesh\.data=0 must be at least 1'),
+    ({'mesh__fsdp': 1024}, r"mesh: .*'fsdp': 1024.* needs 1024 devices and there are .*: lower its sizes"),
+    ({'engine__tensor': 1024}, r'engine\.tensor=1024, .* needs 1024 devices'),
     ({'engine__expert': 2, 'engine__num_slots': 7}, r'engine\.num_slots=7 must be a multiple of engine\.expert=2'),
     ({'engine__expert': 2, 'engine__prefill_rows': 5}, r'engine\.prefill_rows=5 must be a multiple'),
     ({'policy__frozen': ('norms',)}, r"policy\.frozen=\('norms',\): this model has no group 'norms', only attention"),

@@ -52,6 +52,10 @@ KINDS = {
     | {'num_experts_per_tok': 2, 'norm_topk_prob': True},
   ),
 }
+KINDS['qwen3_moe_raw'] = (
+  'Qwen3MoeConfig',
+  KINDS['qwen3_moe'][1] | {'num_experts_per_tok': 3, 'norm_topk_prob': False},
+)
 TOLERANCE = 1e-5  # of the largest logit, and of the log-probabilities in nats per nat
 TOKENS = np.random.default_rng(1).integers(0, 50, (2, 12)).astype(np.int32)
 GREEDY = 12
@@ -191,7 +195,7 @@ def real():
     )
   theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-  questions = ('What is 7 + 8?', 'Name the capital of France.', 'Write one sentence about tides.')
+  questions = ('What is 7 + 8?', 'Write one sentence about tides and the moon.')
   prompts = [
     tokenizer.apply_chat_template(
       [{'role': 'user', 'content': question}], add_generation_prompt=True, return_dict=True
@@ -201,37 +205,50 @@ def real():
   return theirs, *ours(folder), [np.array(prompt, np.int32) for prompt in prompts], folder
 
 
-def test_real_weights(real, record_property):
-  """Our greedy continuation of each prompt, of which transformers must choose every token, and the logits of it all."""
-  theirs, model, params, prompts, _ = real
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+def greedy(model, params, prompts):
+  """(each prompt with GREEDY tokens more, hidden states [tokens, D] of each): through the cache, after the prompt step by step."""
+  lengths, each = np.array([*map(len, prompts)], np.int32), np.arange(len(prompts))
+  assert len({*lengths}) > 1  # some are padded
   rows = np.zeros((len(prompts), lengths.max() + GREEDY), np.int32)
   for row, prompt in zip(rows, prompts, strict=True):
     row[: len(prompt)] = prompt
-  each, ends = np.arange(len(prompts)), lengths + GREEDY
   extend = jax.jit(model.extend, donate_argnums=1)
-  chosen = jax.jit(lambda params, hidden: (hidden @ model.unembedding(params).T).argmax(-1))
-  cache = model.init_cache(len(prompts), rows.shape[1])
+  table = np.asarray(model.unembedding(params))
+  cache = model.init_cache(*rows.shape)
   hidden, cache = extend(params, cache, rows[:, : lengths.max()], 0 * lengths, lengths)
-  rows[each, lengths] = chosen(params, hidden[each, lengths - 1])
-  for now in range(GREEDY - 1):
-    at = lengths + now
+  states = [[*np.asarray(hidden[row, :length])] for row, length in enumerate(lengths)]
+  for at in lengths + np.arange(GREEDY, dtype=np.int32)[:, None]:
+    rows[each, at] = (np.array([state[-1] for state in states]) @ table.T).argmax(axis=-1)
     hidden, cache = extend(params, cache, rows[each, at][:, None], at, np.ones_like(at))
-    rows[each, at + 1] = chosen(params, hidden[:, 0])
+    for state, new in zip(states, np.asarray(hidden[:, 0]), strict=True):
+      state.append(new)
+  ends = lengths + GREEDY
+  return [row[:end] for row, end in zip(rows, ends, strict=True)], [*map(np.array, states)]
 
-  positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
-  segments = (positions < ends[:, None]).astype(np.int32)
-  got = logits_of(model, params, jax.jit(model.apply)(params, rows, positions, segments))
-  worst = np.zeros(2)
-  for i, end in enumerate(ends):
-    want = reference(theirs, rows[i, :end])
-    worst = np.maximum(worst, differences(got[i, :end], want))
-    greedy = want.argmax(axis=-1)[lengths[i] - 1 : end - 1]
-    np.testing.assert_array_equal(rows[i, lengths[i] : end], greedy)
-  said = f'logits {worst[0]:.2e}, log-probabilities {worst[1]:.2e}'
-  record_property('SmolLM2-135M-Instruct', said)
-  print(f'SmolLM2-135M-Instruct: {said}')
-  assert worst.max() < 1e-3
+
+def test_real_weights(real, record_property):
+  """Logits and log-probabilities of greedy continuations: step by step, padded, and packed into one row; and the choices."""
+  theirs, model, params, prompts, _ = real
+  (first, second), states = greedy(model, params, prompts)
+  want = [reference(theirs, tokens) for tokens in (first, second)]
+  for prompt, tokens, logits in zip(prompts, (first, second), want, strict=True):
+    chosen = logits.argmax(axis=-1)[len(prompt) - 1 : -1]
+    np.testing.assert_array_equal(tokens[len(prompt) :], chosen)
+
+  # Both in one row of its exact length, and the second in a row that is mostly padding.
+  size, a, b = len(first) + len(second), len(first), len(second)
+  tokens = np.array([[*first, *second], [*second, *[7] * a]], np.int32)
+  segments = np.array([[1] * a + [2] * b, [1] * b + [0] * a], np.int32)
+  positions = np.array([[*range(a), *range(b)], range(size)], np.int32)
+  hidden = jax.jit(model.apply)(params, tokens, positions, segments)
+  found = {
+    'step by step': (states, want),
+    'packed': ((hidden[0, :a], hidden[0, a:]), want),
+    'padded': ((hidden[1, :b],), want[1:]),
+  }
+  for name, (got, expected) in found.items():
+    got = logits_of(model, params, np.concatenate(got))
+    assert_close(record_property, f'SmolLM2-135M-Instruct {name}', got, np.concatenate(expected))
 
 
 def test_real_weights_round_trip(real, tmp_path):

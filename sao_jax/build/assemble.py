@@ -91,7 +91,11 @@ def parts(config: ConfigDict) -> Parts:
 
   supervised_tx = _supervised_tx(config)
   practice, source, heldout, notes = _prompts(config, model.chat)
+  if config.model.lora_rank and config.model.num_experts:
+    notes = [*notes, 'WARNING: adapters are on the attention; experts and router do not train']
   limit = min(config.env.max_tokens, LONGEST_DEMONSTRATION)
+  if model.mesh is not None:
+    limit -= limit % model.mesh.shape['sequence']
   notes += _left_out(config, practice, limit)
   learns = learner.make_learner(
     model.model,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from sao_jax import compression
+from sao_jax import compression, sharding
 from sao_jax.build.methods import OBJECTIVES
 from sao_jax.models import backends, moe
 from sao_jax.runtime import failures
@@ -65,6 +65,17 @@ def _check_ranges(c: ConfigDict) -> None:
     'value.updates_per_batch': 1,
     'value.num_bins': 2,
     'engine.num_slots': 1,
+    'engine.tensor': 1,
+    'engine.expert': 1,
+    **{f'mesh.{axis}': 1 for axis in sharding.AXES},
+    'model.vocab_size': 0,
+    'model.width': 1,
+    'model.num_layers': 1,
+    'model.num_heads': 1,
+    'model.num_kv_heads': 1,
+    'model.mlp_width': 1,
+    'model.attention_chunk': 1,
+    'model.num_experts': 0,
     'engine.decode_steps': 1,
     'engine.prefill_rows': 1,
     'sandbox.num_workers': 1,
@@ -178,6 +189,11 @@ def _check_relations(c: ConfigDict) -> None:
       'must be at least 1, since the value head starts from the mean return of the first batch; without one, 0'
     )
   _check_model(c)
+  if jax.process_count() > 1 and c.supervised.num_steps and not c.supervised.workdir:
+    raise ValueError(
+      f'supervised.num_steps={c.supervised.num_steps} with {jax.process_count()} processes: the warm start is of one process; '
+      'make it in a run of its own and name that in supervised.workdir, or set it to 0'
+    )
   episode = ('runtime.episode_timeout_s', c.runtime.episode_timeout_s)
   stall = ('runtime.stall_timeout_s', c.runtime.stall_timeout_s)
   failures.check_deadlines([('sandbox.timeout_s', c.sandbox.timeout_s), episode, stall])
@@ -208,16 +224,22 @@ def _check_model(c: ConfigDict) -> None:
     raise ValueError(
       f'chat.format={c.chat.format!r} needs a tokenizer: name its folder in chat.tokenizer or model.weights'
     )
+  if c.chat.prefill and c.chat.format != 'smollm2':
+    raise ValueError(
+      f"chat.prefill={c.chat.prefill!r} is for chat.format='smollm2', not {c.chat.format!r}: set it to ''"
+    )
   if c.chat.format != 'bytes' and c.supervised.num_steps:
     raise ValueError(
       f'supervised.num_steps={c.supervised.num_steps} with chat.format={c.chat.format!r}: demonstrations are written in '
       'bytes; set it to 0'
     )
-  if c.model.lora_rank and c.supervised.num_steps:
+  if c.model.lora_rank and (c.supervised.num_steps or c.supervised.workdir):
     raise ValueError(
-      f'supervised.num_steps={c.supervised.num_steps} with model.lora_rank={c.model.lora_rank}: the warm start trains whole '
-      'models; set it to 0'
+      f'supervised.num_steps={c.supervised.num_steps}, supervised.workdir={c.supervised.workdir!r} with model.lora_rank='
+      f"{c.model.lora_rank}: the warm start trains whole models; set them to 0 and '', and export that run to model.weights"
     )
+  if c.model.upcycle and c.model.router_stddev <= 0:
+    raise ValueError(f'model.router_stddev={c.model.router_stddev} must be above 0')
   if c.model.upcycle and not (c.model.weights and c.model.num_experts and c.model.normalize_topk):
     raise ValueError(
       'model.upcycle=True makes experts of a dense model: it needs model.weights, model.num_experts and '

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,13 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from sao_jax import chats, sharding, tokens
+from sao_jax.build.meshes import meshes
 from sao_jax.learner import TrainState
 from sao_jax.models import huggingface, lora, moe, transformer, weights
+from sao_jax.runtime.crew import gathered
 from sao_jax.types import Batch, Model
 
 # Leaves that an engine reads in the compute dtype alone; router, norms and tables are read in float32.
 _CAST = r'layers/(attention|mlp)/\w+/(kernel|bias)|layers/moe/(gate|up|down)/kernel'
-_NOT_OURS = ('weights', 'upcycle')  # of the section, what `transformer.make` does not take
+_NOT_OURS = ('weights', 'upcycle', 'router_stddev')  # of the section, what `transformer.make` does not take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,11 @@ class ModelParts:
   init: Callable[
     [int], Any
   ]  # seed -> params on the learner's mesh, read from files if the config names some
-  export: Callable[[TrainState], Any]  # a copy of the policy as engines take it
+  export: Callable[[TrainState], Any]  # a copy of the policy as engines take it; see `_export`
   exported: Any  # its shapes and dtypes
-  launch: AbstractContextManager  # around the launch of a program over several devices, see `model_parts`
+  launch: (
+    AbstractContextManager  # around the launch of a program over several devices, see `model_parts`
+  )
 
   def place(self, batch: Batch) -> Batch:
     """A batch of the host, the same in every process, as the learner takes it."""
@@ -50,7 +55,10 @@ def chat_format(c: ConfigDict) -> tokens.ChatFormat:
   """Raises ValueError: a folder without a tokenizer, or one without the markers of the format."""
   if c.chat.format == 'bytes':
     return tokens.BYTE_CHAT
-  tokenizer = chats.load_tokenizer(c.chat.tokenizer or c.model.weights)
+  try:
+    tokenizer = chats.load_tokenizer(c.chat.tokenizer or c.model.weights)
+  except ImportError as error:
+    raise ValueError(f"chat.format={c.chat.format!r}: {error}: pip install -e '.[hf]'") from error
   if c.chat.format == 'smollm2':
     return chats.smollm2(
       tokenizer, system=c.chat.system, prefill=c.chat.prefill, tools=c.chat.tools
@@ -69,7 +77,7 @@ def model_parts(c: ConfigDict) -> ModelParts:
     ValueError: numbers of the config that do not fit each other, the weights or the devices.
   """
   chat = chat_format(c)
-  mesh, engine_mesh = _meshes(c)
+  mesh, engine_mesh = meshes(c)
   shape = shape_of(c, chat.vocab_size)
   try:
     model = transformer.make(**shape, mesh=mesh)
@@ -112,8 +120,13 @@ def shape_of(c: ConfigDict, vocab_size: int) -> dict[str, Any]:
 
 def _check_weights(c: ConfigDict, shape: dict[str, Any]) -> None:
   """The folder must be of the architecture that the config states, so that a config tells what it trains."""
-  there = huggingface.arguments(weights.read_config(c.model.weights))
+  config = weights.read_config(c.model.weights)
+  there = huggingface.arguments(config)
   if c.model.upcycle:
+    if there['num_experts']:
+      raise ValueError(
+        f'model.upcycle=True, and model.weights={c.model.weights} has {there["num_experts"]} experts already: set it to False'
+      )
     there |= {name: shape[name] for name in ('num_experts', 'experts_per_token', 'normalize_topk')}
   for name, value in there.items():
     if shape[name] != value and (
@@ -122,58 +135,44 @@ def _check_weights(c: ConfigDict, shape: dict[str, Any]) -> None:
       raise ValueError(
         f'model.{name}={shape[name]} and the model of model.weights={c.model.weights} has {value}: use that'
       )
-
-
-def _meshes(c: ConfigDict) -> tuple[Mesh | None, Mesh | None]:
-  """(of the learner, of the engine); no meshes where one device does everything."""
-  sizes = c.mesh.to_dict()
-  engine = {'tensor': c.engine.tensor, 'expert': c.engine.expert}
-  if jax.process_count() == 1 and {*sizes.values(), *engine.values()} == {1} and not c.engine.apart:
-    return None, None
-  mesh = sharding.make_mesh(sizes)
-  sharding.check_rows(mesh, num_rows=c.train.micro_rows, length=c.env.max_tokens)
-  if c.train.compression != 'none' and mesh.shape['expert'] * mesh.shape['sequence'] > 1:
+  known = config.get('max_position_embeddings', math.inf)
+  if c.env.max_tokens > known:
     raise ValueError(
-      f'train.compression={c.train.compression!r} needs mesh.expert and mesh.sequence to be 1'
+      f'env.max_tokens={c.env.max_tokens} and the model of model.weights={c.model.weights} knows {known} positions: lower it'
     )
-  for name in ('num_slots', 'prefill_rows'):
-    if c.engine[name] % c.engine.expert:
-      raise ValueError(
-        f'engine.{name}={c.engine[name]} must be a multiple of engine.expert={c.engine.expert}'
-      )
-  taken = {device.id for device in mesh.devices.flat} if c.engine.apart else set()
-  free = [device for device in jax.local_devices() if device.id not in taken]
   try:
-    return mesh, sharding.make_mesh(engine, free)
-  except ValueError as error:
-    raise ValueError(f'engine.tensor, engine.expert and engine.apart: {error}') from error
+    weights.check(c.model.weights, _plain_shapes(c, shape))
+  except ImportError as error:
+    raise ValueError(f"model.weights={c.model.weights}: {error}: pip install -e '.[hf]'") from error
+
+
+def _plain_shapes(c: ConfigDict, shape: dict[str, Any]) -> Any:
+  """Of what the files hold: no adapters, and one MLP where that becomes every expert."""
+  plain = {'lora_rank': 0, **({'num_experts': 0} if c.model.upcycle else {})}
+  model = transformer.make(**{**shape, **plain}, mesh=None)
+  return jax.eval_shape(model.init, jax.random.key(0))
 
 
 def _init(c: ConfigDict, shape: dict[str, Any], model: Model, mesh: Mesh | None, seed: int) -> Any:
   key = jax.random.key(seed)
 
-  def build(function):
-    """`function(key)`, made where it belongs."""
+  def build(function, *args):
+    """`function(key, *args)`, made where it belongs."""
     if mesh is None:
-      return jax.jit(function)(key)
-    placed = sharding.tree_shardings(jax.eval_shape(function, key), mesh)
-    return jax.jit(function, out_shardings=placed)(key)
+      return jax.jit(function)(key, *args)
+    placed = sharding.tree_shardings(jax.eval_shape(function, key, *args), mesh)
+    return jax.jit(function, out_shardings=placed)(key, *args)
 
   if not c.model.weights:
     return build(model.init)
-  plain = {'lora_rank': 0, **({'num_experts': 0} if c.model.upcycle else {})}
-  like = jax.eval_shape(transformer.make(**{**shape, **plain}, mesh=None).init, key)
+  like = _plain_shapes(c, shape)
   if mesh is not None:
     like = sharding.with_shardings(like, sharding.tree_shardings(like, mesh))
   params = weights.load(c.model.weights, like)
   if c.model.upcycle:
+    how = {'num_experts': c.model.num_experts, 'router_stddev': c.model.router_stddev}
     params = build(
-      lambda key: moe.upcycle(
-        params,
-        num_experts=c.model.num_experts,
-        key=key,
-        router_stddev=c.model.width**-0.5,
-      )
+      lambda key, params: moe.upcycle(params, key=jax.random.fold_in(key, 1), **how), params
     )
   if c.model.lora_rank:
     params = lora.join(params, build(lambda key: lora.split(model.init(key))[1]))
@@ -194,6 +193,10 @@ def _as_exported(c: ConfigDict, params: Any) -> Any:
 def _export(
   c: ConfigDict, engine_mesh: Mesh | None, launch: AbstractContextManager
 ) -> Callable[[TrainState], Any]:
+  """What makes the engine's copy. Over several processes all call it, and process 0, which has the engines, gets it: beside
+  the cast copy, cut as the learner's, at most one leaf at a time lies whole on each device.
+  """
+
   @jax.jit
   def copy(base, policy):
     # Without jnp.copy, jit would hand on buffers that the learner donates at the next update.
@@ -204,7 +207,14 @@ def _export(
       params = copy(state.base, state.policy)
       if engine_mesh is None:
         return params
-      return jax.device_put(params, sharding.tree_shardings(params, engine_mesh))
+      where = sharding.tree_shardings(params, engine_mesh)
+      if jax.process_count() == 1:
+        return jax.device_put(params, where)
+    return jax.tree.map(to_leader, params, where)
+
+  def to_leader(leaf, where):
+    whole = gathered(leaf, launch)
+    return jax.block_until_ready(jax.device_put(whole, where)) if jax.process_index() == 0 else None
 
   return export
 

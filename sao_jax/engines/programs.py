@@ -84,7 +84,7 @@ def make_programs(
     prefill_rows: R, prefixes prefilled by one call.
     prefill_buckets: widths of the prefill calls; a longer prefix is prefilled in pieces of the widest.
     stop_tokens: a sampled one ends the generation.
-    mesh: of this process's devices, where the engine lives: the heads of its cache are cut over 'tensor'. None: the first local device.
+    mesh: of this process's devices, where the engine lives: its cache is cut over 'expert' by slots and over 'tensor' by heads. None: the first local device.
     launch: a lock for all threads that launch programs on the mesh; None: there is no other.
 
   Raises:
@@ -110,8 +110,9 @@ def make_programs(
   if mesh is None:
     params = jax.tree.map(like, params)
   else:
-    heads = NamedSharding(mesh, PartitionSpec(None, None, 'tensor'))  # [L, S, K, C, head_dim]
-    state = state.replace(cache=jax.tree.map(lambda x: like(x, heads), state.cache))
+    # [L, S, K, C, head_dim]
+    cut = NamedSharding(mesh, PartitionSpec(None, 'expert', 'tensor'))
+    state = state.replace(cache=jax.tree.map(lambda x: like(x, cut), state.cache))
   placed = jax.tree.map(lambda x: x.sharding, state)
   init_state = jax.jit(init, out_shardings=placed)
 

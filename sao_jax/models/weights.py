@@ -50,13 +50,25 @@ def load(folder: Path | str, like: Any) -> Any:
       dtype; or naming the file that is missing or damaged. Buffers of rotary frequencies are ignored, as is an lm_head that
       repeats the embedding of a tied model.
   """
-  leaves, structure = jax.tree.flatten_with_path(like)
-  wanted = [(_name_of(sharding.path_of(keys)), leaf) for keys, leaf in leaves]
   with contextlib.ExitStack() as stack:
-    tensors = _open(Path(folder), stack)
-    _check(tensors, wanted)
+    tensors, wanted = _matched(folder, like, stack)
     arrays = [_put(tensors, name, leaf) for name, leaf in wanted]
-  return jax.tree.unflatten(structure, arrays)
+  return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+def check(folder: Path | str, like: Any) -> None:
+  """Raises WeightsError as `load` would; reads the headers of the files only."""
+  with contextlib.ExitStack() as stack:
+    _matched(folder, like, stack)
+
+
+def _matched(folder, like, stack) -> tuple[dict[str, Any], list[tuple[huggingface.Name, Any]]]:
+  """The open tensors by name, and for each leaf how it is called there."""
+  leaves = jax.tree.leaves_with_path(like)
+  wanted = [(_name_of(sharding.path_of(keys)), leaf) for keys, leaf in leaves]
+  tensors = _open(Path(folder), stack)
+  _check(tensors, wanted)
+  return tensors, wanted
 
 
 def save(

@@ -1,0 +1,103 @@
+"""The policy of a checkpoint as a Hugging Face folder, for transformers and for what reads its folders.
+
+  python experiments/export.py --workdir=runs/NAME --to=FOLDER [--step=N] [--dtype=float32|bfloat16]
+
+Writes config.json, the weights with adapters merged, and the files of the tokenizer where the run has one; FOLDER is whole or not there.
+A run over several devices wants as many here. JAX_PLATFORMS=cpu with XLA_FLAGS=--xla_force_host_platform_device_count=N makes
+N of them in the memory of the host.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import commands
+from absl import flags
+
+SHARD_BYTES = 5 * 10**9
+TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'chat_template.jinja',
+)
+
+
+def main(argv: Sequence[str]) -> None:
+  with commands.input_errors():
+    values = commands.parse(argv, _define)
+    if not values.workdir:
+      raise ValueError('--workdir is missing: for example --workdir=runs/beyondaime-sao')
+    if not values.to:
+      raise ValueError('--to is missing: for example --to=models/mine')
+    step = export(Path(values.workdir), values.step, Path(values.to), values.dtype)
+  print(f'the policy of update {step} of {values.workdir} is in {values.to}')
+
+
+def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
+  """Writes the folder. Returns the update, which is the last one for a step of None.
+
+  Raises:
+    ValueError: no such run or checkpoint; an architecture that no model type of transformers has; a folder that is in use.
+  """
+  from sao_jax import build
+  from sao_jax import workdir as run_workdir
+  from sao_jax.build.model import shape_of
+  from sao_jax.models import huggingface, weights
+
+  config = run_workdir.saved_config(workdir)
+  config.model.attention = 'xla'  # nothing attends here: the machine needs no kernels of the run
+  parts = build.parts(config)
+  shape = shape_of(config, parts.model.chat.vocab_size)
+  carried = {'eos_token_id': parts.model.chat.stop_token}
+  if config.model.weights:
+    theirs = weights.read_config(config.model.weights)
+    carried = {name: theirs[name] for name in huggingface.CARRIED if name in theirs}
+  tokenizer = ()
+  if config.chat.format != 'bytes':
+    there = Path(config.chat.tokenizer or config.model.weights)
+    tokenizer = [there / name for name in TOKENIZER_FILES if (there / name).exists()]
+  params, step = _masters(parts, workdir, step)
+  weights.save(
+    folder,
+    params,
+    shape,
+    dtype=dtype,
+    max_shard_bytes=SHARD_BYTES,
+    carried=carried,
+    extra_files=tokenizer,
+  )
+  return step
+
+
+def _masters(parts, workdir, step):
+  """(parameters as they are trained, adapters merged; the update). The engine's copy is rounded to the compute dtype."""
+  from sao_jax import checkpoint
+  from sao_jax import workdir as run_workdir
+  from sao_jax.models import lora
+
+  root = workdir / 'checkpoints' / 'rl'
+  steps = checkpoint.steps(root)
+  if not steps or step not in (None, *steps):
+    raise ValueError(f'--step={step}: {root} has checkpoints of the updates {steps}')
+  step = steps[-1] if step is None else step
+  identity = run_workdir.run_id(run_workdir.saved_config(workdir))
+  state = checkpoint.restore(root, step, parts.state, run_id=identity).state
+  params, model = lora.join(state.base, state.policy), parts.config.model
+  if model.lora_rank:
+    params = lora.merge(params, scale=model.lora_alpha / model.lora_rank)
+  return params, step
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_string('workdir', '', 'Folder of the run.', flag_values=values)
+  flags.DEFINE_string('to', '', 'Folder to make.', flag_values=values)
+  flags.DEFINE_integer(
+    'step', None, 'Update of the checkpoint; the last one if absent.', flag_values=values
+  )
+  flags.DEFINE_enum(
+    'dtype', 'float32', ('float32', 'bfloat16'), 'Of the weights.', flag_values=values
+  )
+
+
+if __name__ == '__main__':
+  commands.run(main, resumable=False)
