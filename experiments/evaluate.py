@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
       if values[name].value is not None and values[name].value < 1:
         raise ValueError(f'--{name}={values[name].value} must be at least 1')
     workdir = Path(values.workdir)
-    config = run_workdir.saved_config(workdir)
+    config = run_workdir.on_one_device(run_workdir.saved_config(workdir))
     if values.samples:
       config.evaluation.samples = values.samples
     if values.temperature is not None:

@@ -44,7 +44,7 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
   from sao_jax.build.model import shape_of
   from sao_jax.models import huggingface, weights
 
-  config = run_workdir.saved_config(workdir)
+  config = run_workdir.on_one_device(run_workdir.saved_config(workdir))
   config.model.attention = 'xla'  # nothing attends here: the machine needs no kernels of the run
   parts = build.parts(config)
   shape = shape_of(config, parts.model.chat.vocab_size)

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 KINDS = ('none', 'bfloat16', 'int8')
-MOST = {'bfloat16': 4, 'int8': 8}  # devices of the axis, from which on it sends no less than float32
+MOST = {
+  'bfloat16': 4,
+  'int8': 8,
+}  # devices of the axis, from which on it sends no less than float32
 
 
 def all_reduce(grads: Any, errors: Any, *, axis: str, kind: str) -> tuple[Any, Any]:

@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from sao_jax import build, checkpoint, loop
@@ -51,7 +53,7 @@ class _GoBack(Exception):
   """To the last checkpoint, and from there to prompts that were not drawn yet."""
 
   def __init__(self, rollbacks: int, next_index: int):
-    self.rollbacks, self.next_index = rollbacks, next_index
+    self.numbers = rollbacks, next_index
 
 
 def event_loop(parts: build.Parts) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -268,7 +270,8 @@ def fresh_state(parts: build.Parts, params: Any) -> TrainState:
 
 
 def with_value_head(parts: build.Parts, state: TrainState, mean_return: float) -> TrainState:
-  """The critic anew, with a head whose value is the mean return."""
+  """The critic anew, with a head whose value is the mean return. The one before is deleted: there may be room for one."""
+  jax.tree.map(lambda x: x.delete(), (state.critic, state.critic_opt))
   critic = parts.init_critic(state.policy, mean_return)
   return parts.placed(state.replace(critic=critic, critic_opt=parts.critic_tx.init(critic)))
 
@@ -307,12 +310,14 @@ async def learn(place: Place, state: TrainState | None) -> dict[str, float]:
     try:
       return await _attempt(place, state, back)
     except _GoBack as alarm:
-      back, state = alarm, None
+      back, state = alarm.numbers, None
+    gc.collect()  # the alarm's frames hold the state that diverged, and there may be room for one
 
 
 async def _attempt(
-  place: Place, state: TrainState | None, back: _GoBack | None
+  place: Place, state: TrainState | None, back: tuple[int, int] | None
 ) -> dict[str, float]:
+  """`back`: see `_GoBack`."""
   parts, workdir, waits, crew = place.parts, place.workdir, place.waits, place.crew
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
   host, trajectories = {}, ()
@@ -358,7 +363,7 @@ async def _attempt(
         snapshot=host.get('dispatcher'),
         trajectories=trajectories,
         journal=journal,
-        forsake_below=None if back is None else back.next_index,
+        forsake_below=None if back is None else back[1],
       )
       memory = host.get('memory')
       learning = make_learning(parts, place.work, services.engine, journal, memory, crew)
@@ -369,7 +374,7 @@ async def _attempt(
       end = lambda: dispatcher.close(run.ending)
       async with closing(evaluations.cancel, end, ledger.close, writer.close):
         if back is not None:
-          run.rollbacks = back.rollbacks
+          run.rollbacks = back[0]
           await loop.save(run, state)  # a restart must count the roll-back too
         return await _improve(run, parts, state, evaluations, place.screen, resumed=bool(saved))
 

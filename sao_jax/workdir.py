@@ -11,10 +11,47 @@ from ml_collections import ConfigDict
 from sao_jax import build, checkpoint
 from sao_jax.report.metrics import read_metrics
 
+# Where and in which pieces a run computes, and not what: a run may go on with others.
+PLACEMENT = (
+  'mesh',
+  'engine.tensor',
+  'engine.expert',
+  'engine.apart',
+  'model.attention',
+  'model.attention_chunk',
+  'model.expert_backend',
+  'model.remat',
+  'train.optimizer_memory',
+  'train.micro_rows',
+  'train.logprob_chunk',
+)
+# Of the model, what a warm start does not depend on.
+_NOT_ARCHITECTURE = ('attention', 'attention_chunk', 'expert_backend', 'remat', 'dtype')
+
+
+def _without_placement(config: dict[str, Any]) -> dict[str, Any]:
+  """A config as JSON has it, without PLACEMENT."""
+  kept = {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
+  for field in PLACEMENT:
+    section, _, name = field.partition('.')
+    (kept[section] if name else kept).pop(name or section, None)
+  return kept
+
 
 def run_id(config: ConfigDict) -> str:
-  """Of a workdir: equal configs have equal ids, and a checkpoint of another id is refused."""
-  return hashlib.sha256(config.to_json(sort_keys=True).encode()).hexdigest()[:12]
+  """Of a workdir: configs that are equal but for PLACEMENT have equal ids, and a checkpoint of another id is refused."""
+  essence = _without_placement(json.loads(config.to_json()))
+  return hashlib.sha256(json.dumps(essence, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def on_one_device(config: ConfigDict) -> ConfigDict:
+  """The same run where there is one device. Compressed sums, whose debts are in the checkpoints, need their mesh."""
+  c = config.copy_and_resolve_references().unlock()
+  if c.train.compression == 'none':
+    c.mesh.update(dict.fromkeys(c.mesh, 1))
+    c.engine.update({'tensor': 1, 'expert': 1, 'apart': False})
+    c.train.optimizer_memory = 'device'
+  return c.lock()
 
 
 def check_warm_start(workdir: Path, config: ConfigDict) -> None:
@@ -26,12 +63,18 @@ def check_warm_start(workdir: Path, config: ConfigDict) -> None:
   steps = checkpoint.steps(Path(path) / 'checkpoints' / 'supervised')
   if not steps or steps[-1] != theirs.supervised.num_steps:
     raise ValueError(f'supervised.workdir={path}: the warm start of that run is not complete')
-  if theirs.model.to_dict() != config.model.to_dict():
+  models = [
+    {name: value for name, value in c.model.to_dict().items() if name not in _NOT_ARCHITECTURE}
+    for c in (theirs, config)
+  ]
+  if models[0] != models[1]:
     raise ValueError(f'supervised.workdir={path}: that run has another model; use the same model.*')
 
 
 def claim(workdir: Path, config: ConfigDict) -> IO[str]:
   """Makes the workdir this config's and this process's, as long as the returned file is open.
+
+  A run may go on with another PLACEMENT, which config.json has from then on.
 
   Raises:
     ValueError: if it belongs to another config, or another process is at work in it; nothing is written then.
@@ -40,16 +83,27 @@ def claim(workdir: Path, config: ConfigDict) -> IO[str]:
   ours = json.loads(config.to_json())
   if path.exists():
     theirs = json.loads(path.read_text())
-    if theirs != ours:
+    there, here = _without_placement(theirs), _without_placement(ours)
+    if there != here:
       raise ValueError(
-        f'{workdir} holds a run with another config ({_difference(theirs, ours)}): choose another --workdir'
+        f'{workdir} holds a run with another config ({_difference(there, here)}): choose another --workdir'
       )
-    return _lock(workdir)
+    lock = _lock(workdir)
+    if theirs != ours:
+      _write(path, ours)
+    return lock
   if workdir.exists() and any(workdir.iterdir()):
     raise ValueError(f'{workdir} is not empty and holds no run: choose another --workdir')
   workdir.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(ours, indent=2, sort_keys=True) + '\n')
+  _write(path, ours)
   return _lock(workdir)
+
+
+def _write(path: Path, config: dict[str, Any]) -> None:
+  """Whole or not at all."""
+  aside = path.with_suffix('.partial')
+  aside.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
+  aside.rename(path)
 
 
 def check_shared(workdir: Path, config: ConfigDict) -> None:

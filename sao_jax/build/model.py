@@ -23,7 +23,11 @@ from sao_jax.types import Batch, Model
 
 # Leaves that an engine reads in the compute dtype alone; router, norms and tables are read in float32.
 _CAST = r'layers/(attention|mlp)/\w+/(kernel|bias)|layers/moe/(gate|up|down)/kernel'
-_NOT_OURS = ('weights', 'upcycle', 'router_stddev')  # of the section, what `transformer.make` does not take
+_NOT_OURS = (
+  'weights',
+  'upcycle',
+  'router_stddev',
+)  # of the section, what `transformer.make` does not take
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,7 +162,9 @@ def _counting(rng: np.random.Generator, level: int) -> tuple[str, str]:
 
 
 def _sums(rng: np.random.Generator, level: int) -> tuple[str, str]:
-  first, second = (int(rng.integers(10 ** (level - 1) if level > 1 else 0, 10**level)) for _ in 'ab')
+  first, second = (
+    int(rng.integers(10 ** (level - 1) if level > 1 else 0, 10**level)) for _ in 'ab'
+  )
   expression = f'{first} + {second}'
   return expression, expression
 
