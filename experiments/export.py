@@ -42,10 +42,11 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
   from sao_jax import build
   from sao_jax import workdir as run_workdir
   from sao_jax.build.model import shape_of
-  from sao_jax.models import huggingface, weights
+  from sao_jax.models import huggingface, lora, weights
 
   config = run_workdir.on_one_device(run_workdir.saved_config(workdir))
-  config.model.attention = 'xla'  # nothing attends here: the machine needs no kernels of the run
+  with config.unlocked():
+    config.model.attention = 'xla'  # nothing attends here: the machine needs no kernels of the run
   parts = build.parts(config)
   shape = shape_of(config, parts.model.chat.vocab_size)
   carried = {'eos_token_id': parts.model.chat.stop_token}
@@ -56,7 +57,11 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
   if config.chat.format != 'bytes':
     there = Path(config.chat.tokenizer or config.model.weights)
     tokenizer = [there / name for name in TOKENIZER_FILES if (there / name).exists()]
-  params, step = _masters(parts, workdir, step)
+  # Not what engines take: that is rounded to the compute dtype.
+  state, step = run_workdir.saved_state(parts, workdir, step)
+  params, model = lora.join(state.base, state.policy), config.model
+  if model.lora_rank:
+    params = lora.merge(params, scale=model.lora_alpha / model.lora_rank)
   weights.save(
     folder,
     params,
@@ -67,25 +72,6 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
     extra_files=tokenizer,
   )
   return step
-
-
-def _masters(parts, workdir, step):
-  """(parameters as they are trained, adapters merged; the update). The engine's copy is rounded to the compute dtype."""
-  from sao_jax import checkpoint
-  from sao_jax import workdir as run_workdir
-  from sao_jax.models import lora
-
-  root = workdir / 'checkpoints' / 'rl'
-  steps = checkpoint.steps(root)
-  if not steps or step not in (None, *steps):
-    raise ValueError(f'--step={step}: {root} has checkpoints of the updates {steps}')
-  step = steps[-1] if step is None else step
-  identity = run_workdir.run_id(run_workdir.saved_config(workdir))
-  state = checkpoint.restore(root, step, parts.state, run_id=identity).state
-  params, model = lora.join(state.base, state.policy), parts.config.model
-  if model.lora_rank:
-    params = lora.merge(params, scale=model.lora_alpha / model.lora_rank)
-  return params, step
 
 
 def _define(values: flags.FlagValues) -> None:

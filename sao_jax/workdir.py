@@ -9,6 +9,7 @@ from typing import IO, Any
 from ml_collections import ConfigDict
 
 from sao_jax import build, checkpoint
+from sao_jax.learner import TrainState
 from sao_jax.report.metrics import read_metrics
 
 # Where and in which pieces a run computes, and not what: a run may go on with others.
@@ -164,8 +165,8 @@ def saved_config(workdir: Path) -> ConfigDict:
   return ConfigDict(json.loads(path.read_text()), convert_dict=True)
 
 
-def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
-  """The policy of a checkpoint of a run as engines take it, the last one for None, and its update.
+def saved_state(parts: build.Parts, workdir: Path, step: int | None) -> tuple[TrainState, int]:
+  """A checkpoint of a run, the last one for None, and its update.
 
   Raises:
     ValueError: if there is no such checkpoint.
@@ -179,5 +180,10 @@ def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[A
   chosen = steps[-1] if step is None else step
   # The id of the run as it was trained: evaluation settings may differ here.
   identity = run_id(saved_config(workdir))
-  state = checkpoint.restore(root, chosen, parts.state, run_id=identity).state
-  return parts.model.export(state), chosen
+  return checkpoint.restore(root, chosen, parts.state, run_id=identity).state, chosen
+
+
+def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:
+  """The policy of `saved_state` as engines take it, and its update."""
+  state, step = saved_state(parts, workdir, step)
+  return parts.model.export(state), step
