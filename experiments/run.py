@@ -77,6 +77,7 @@ def _enter(
   """All that is checked before a run, in all its processes, which agree on it. Process 0 alone claims the workdir."""
   from sao_jax import build
   from sao_jax import workdir as run_workdir
+  from sao_jax.build import plan as planning
   from sao_jax.runtime.peers import PeerFailed, Peers
 
   lock = contextlib.nullcontext()
@@ -91,6 +92,7 @@ def _enter(
     theirs = peers.first(lambda: json.loads(config.to_json()))
     peers.each(lambda: run_workdir.check_same(theirs, config))
     parts = peers.each(lambda: build.parts(config))
+    peers.each(lambda: planning.check(planning.of_parts(parts), planning.device_memory()))
     peers.first(claim)
     peers.each(lambda: run_workdir.check_shared(workdir, config))
   except PeerFailed as error:
@@ -100,7 +102,7 @@ def _enter(
 
 def _follow(parts: build.Parts, workdir: Path, crew: Crew) -> None:
   """Another process than the first, to the end that the first one tells."""
-  from sao_jax import phases
+  from sao_jax.follow import follow
   from sao_jax.runtime.watchdog import end_process
 
   def on_signal(number, frame):
@@ -111,7 +113,7 @@ def _follow(parts: build.Parts, workdir: Path, crew: Crew) -> None:
     signal.signal(number, on_signal)
   print(f'process {crew.index} of {crew.count} follows process 0', flush=True)
   try:
-    code, reason = phases.follow(parts, workdir, crew)
+    code, reason = follow(parts, workdir, crew)
   except BaseException as error:
     code, reason = commands.verdict(error)
     with contextlib.suppress(Exception):

@@ -25,7 +25,7 @@ from sao_jax.report import summary
 from sao_jax.report.metrics import MetricsWriter, read_metrics
 from sao_jax.runtime import watchdog
 from sao_jax.runtime.clock import Clock, VirtualLoop, real_clock
-from sao_jax.runtime.crew import ALONE, END, Crew
+from sao_jax.runtime.crew import ALONE, Crew
 from sao_jax.runtime.dispatch import Dispatcher
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.failures import RunFailed
@@ -33,7 +33,7 @@ from sao_jax.runtime.heartbeat import Heartbeat
 from sao_jax.runtime.journal import Journal
 from sao_jax.runtime.ledger import Ledger
 from sao_jax.runtime.logical import LogicalWork, Outside
-from sao_jax.types import Batch, Task, Trajectory
+from sao_jax.types import Task, Trajectory
 from sao_jax.warm_start import STEP, warm_start
 
 CLOSE_S = 120.0
@@ -70,7 +70,7 @@ async def execute(
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
 
   In deterministic mode the running loop must be of `event_loop`. Of several processes the first one calls it, and the others
-  `follow`; the end is the caller's to tell, how ever it comes.
+  `follow.follow`; the end is the caller's to tell, how ever it comes.
 
   Raises:
     loop.Stopped: when `stop` is set, after a checkpoint; the first evaluation and value pretraining, which have none, are
@@ -126,49 +126,6 @@ def start_heart(parts: build.Parts, workdir: Path, crew: Crew) -> Heartbeat | No
   )
   heart.start()
   return heart
-
-
-def follow(parts: build.Parts, workdir: Path, crew: Crew) -> tuple[int, str]:
-  """All that a process does which does not lead: what the leader does with arrays of all processes, as told.
-
-  Returns:
-    The exit code and the reason that the leader ends with.
-  """
-  c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
-  learning = make_learning(parts, None, None, None, None, crew)
-  heart, state = start_heart(parts, workdir, crew), None
-  for what, numbers, arrays in crew.commands():
-    match what:
-      case 'fresh':
-        state = fresh_state(parts, asyncio.run(_same_warm_start(parts, workdir)))
-      case 'restore':
-        state = None  # there is room for one
-        state = checkpoint.restore(root, *numbers, parts.state, run_id=identity).state
-      case 'value head':
-        state = with_value_head(parts, state, *numbers)
-      case 'export':
-        parts.model.export(state)
-      case 'digest':
-        loop.digest_of(state, learning.launch, crew)
-      case 'save':
-        loop.save_checkpoint(root, *numbers, state, {}, (), identity, c.train.keep)
-      case 'update' | 'update_critic':
-        try:
-          state, _, _ = loop.update_once(learning, what, state, Batch(**arrays))
-        except RollBack:  # the leader finds the same, and decides
-          state = None
-  assert what == END
-  if numbers[0] == 0:
-    heart.stop()
-  return numbers
-
-
-async def _same_warm_start(parts: build.Parts, workdir: Path) -> Any:
-  """A follower's: it takes no step, see `build.checks`."""
-  nothing = lambda *_: None
-  return await warm_start(
-    parts, workdir, work=nothing, stop=asyncio.Event(), show=nothing, note=nothing
-  )
 
 
 @dataclasses.dataclass(frozen=True)

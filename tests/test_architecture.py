@@ -35,6 +35,7 @@ FLOORS = {
   'warm_start': 7,
   'phases': 8,
   'replay': 9,
+  'follow': 9,
 }
 # Pairs on one floor, of which the first may use the second: numerics built on numerics, never back.
 SIDEWAYS = {

@@ -163,7 +163,9 @@ def test_supervised_update_by_hand():
   tokens, mask = [1, 2, 3, 4, 2], [0, 1, 1, 0, 1]
   batch = pack([batching.supervised_trajectory('s', tokens, mask)])
   tx = optax.sgd(0.5)
-  update = jax.jit(learner.make_supervised_update(TABLE, tx, chunk=2, mesh=None), compiler_options=quick())
+  update = jax.jit(
+    learner.make_supervised_update(TABLE, tx, chunk=2, mesh=None), compiler_options=quick()
+  )
   params, _, loss = update(POLICY, tx.init(POLICY), batch)
   terms = [(np.asarray(tokens), t, -1 / 3) for t in (1, 2, 4)]
   expected = [-oracle_distribution(POLICY, tokens, t, 1.0)[0] for t in (1, 2, 4)]

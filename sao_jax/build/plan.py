@@ -39,11 +39,12 @@ REMEDIES = {
   'batch': 'lower train.batch_size or env.max_tokens',
   'state before the update': 'raise mesh.fsdp or set model.lora_rank',
   'gradients': 'raise mesh.fsdp or set model.lora_rank',
+  'experts in another layout': 'raise mesh.expert in place of mesh.fsdp',
   'activations': "set model.remat='nothing_saveable', lower train.micro_rows, or raise mesh.sequence or mesh.fsdp",
   'one layer': "set model.attention='chunked', lower train.micro_rows, or raise mesh.tensor or mesh.sequence",
   'logits': 'lower train.logprob_chunk or raise mesh.tensor',
   'engine weights': "raise engine.tensor or engine.expert, or set engine.apart=True or model.dtype='bfloat16'",
-  'KV caches': 'lower engine.num_slots or env.max_tokens, raise engine.tensor, or set engine.apart=True',
+  'KV caches': 'lower engine.num_slots or env.max_tokens, raise engine.tensor or engine.expert, or set engine.apart=True',
   'work of the engines': 'lower engine.prefill_rows or engine.prefill_buckets, or raise engine.tensor',
   'new engine weights': "raise engine.tensor or engine.expert, or set model.dtype='bfloat16'",
 }  # fmt: skip
@@ -81,8 +82,10 @@ def without_files(config: ConfigDict) -> ConfigDict:
       raise ValueError(
         f'model.vocab_size=0 leaves it to the tokenizer: {error}; or give model.vocab_size'
       ) from error
-  c.chat.format, c.model.weights, c.model.upcycle = 'bytes', '', False
+  c.chat.format, c.chat.system, c.chat.prefill = 'bytes', '', ''
+  c.model.weights, c.model.upcycle = '', False
   c.data.path = c.data.heldout_path = ''
+  c.evaluation.num_problems, c.supervised.num_steps = 1, 0  # made up and looked at for nothing
   if 'cpu' not in backends.BACKENDS[c.model.attention].platforms:
     c.model.attention = 'chunked'
   return c.lock()
@@ -140,7 +143,7 @@ def check(plans: list[Plan], memory: int) -> None:
 def of_learner(made: Parts) -> Plan:
   """Of the fullest device of the learner."""
   c, state = made.config, made.state
-  tokens = c.train.batch_size * c.env.max_tokens // _cut(c, *sharding.BATCH, 'sequence')
+  tokens = batch_rows(c) * c.env.max_tokens // _cut(c, *sharding.BATCH, 'sequence')
   held = {
     'frozen backbone': _bytes(state.base),
     'policy parameters': _bytes(state.policy),
@@ -159,7 +162,9 @@ def of_learner(made: Parts) -> Plan:
   tops = {'one layer': layer + _gathered(c, state), 'logits': _head(made)}
   update = {
     'state before the update': before + _bytes(opts) - _bytes(opts, visitors=False),
-    'gradients': 2 * max(_bytes(state.policy), _bytes(state.critic)),  # of a micro-batch, and sums
+    # Of a micro-batch, and their sum; as much as AdamW's two moments, which frozen leaves do not have.
+    'gradients': max(map(_bytes, opts)),
+    'experts in another layout': _turned(c, state),
     'activations': saved,
     max(tops, key=tops.get): max(tops.values()),
   }
@@ -172,7 +177,7 @@ def of_engine(made: Parts) -> Plan:
   weights = _bytes(made.model.exported)
   slots, rows = c.engine.num_slots, c.engine.prefill_rows
   cache = jax.eval_shape(lambda: model.init_cache(slots, c.env.max_tokens))
-  cached, length = _bytes(cache) // c.engine.tensor, cache[0].shape[3]
+  cached, length = _bytes(cache) // (c.engine.tensor * c.engine.expert), cache[0].shape[3]
 
   def work(rows, size, copies):
     scores = c.model.num_heads // c.engine.tensor * size * (length + size)
@@ -183,9 +188,15 @@ def of_engine(made: Parts) -> Plan:
   held = {
     'engine weights': 3 * weights,
     'KV caches': 2 * cached,
-    'work of the engines': 2 * max(decode, prefill),
+    'work of the engines': max(decode, prefill),  # programs of one device take turns
   }
   return Plan(held, {}, {'new engine weights': weights + _bytes(_still_here(made))})
+
+
+def batch_rows(c: ConfigDict) -> int:
+  """Rows of an update at most: an episode has at most one of its own."""
+  multiple = c.train.micro_rows * c.sao.policy_minibatches
+  return -(-c.train.batch_size // multiple) * multiple
 
 
 def activations(c: ConfigDict, vocab_size: int) -> tuple[int, int]:
@@ -234,21 +245,30 @@ def _saved(shape: dict[str, Any], rows: int, length: int) -> int:
 
 
 def _gathered(c: ConfigDict, state: TrainState) -> int:
-  """Kernels of one layer, gathered over 'fsdp', and the gradients of them that learn, both in float32."""
+  """Kernels of one layer, gathered over 'fsdp' in float32; of those that learn also in the layout of a gather, and their gradients."""
   if c.mesh.fsdp == 1:
     return 0
-  layers = [tree.get('layers', {}) for tree in (state.base, state.policy, state.policy)]
+  layers = [tree.get('layers', {}) for tree in (state.base, *3 * [state.policy])]
   return c.mesh.fsdp * _bytes(layers) // c.model.num_layers
 
 
+def _turned(c: ConfigDict, state: TrainState) -> int:
+  """Kernels of all experts of one network, which XLA copies so that what 'fsdp' cut comes first."""
+  if c.mesh.fsdp == 1:
+    return 0
+  return _bytes([tree.get('layers', {}).get('moe', {}) for tree in (state.base, state.policy)])
+
+
 def _head(made: Parts) -> int:
-  """A chunk of the head: its logits, the hidden states in float32, and tables: the unembedding's gradient, the gathered unembedding."""
+  """A chunk of the head: its logits, the hidden states in float32, and tables: the unembedding's gradient; with 'fsdp' the gathered
+  unembedding, and the gradient summed over devices."""
   c, axes = made.config, made.config.mesh
   rows, length = c.train.micro_rows * axes.sequence, c.env.max_tokens // axes.sequence
   columns = min(length, max(1, c.train.logprob_chunk // rows))  # as in heads.action_logprobs
   rows //= _cut(c, *sharding.BATCH, 'sequence')
   words, width = made.model.model.vocab_size // axes.tensor, c.model.width
-  tables = (c.model.lora_rank == 0) + (axes.fsdp > 1)
+  learned, gathered = c.model.lora_rank == 0, axes.fsdp > 1
+  tables = learned + gathered + (learned and gathered)
   return 4 * (LOGITS * rows * columns * words + 3 * rows * length * width + tables * words * width)
 
 
