@@ -2,7 +2,8 @@
 
   python experiments/run.py --config=configs/beyondaime.py          the embedded default: two cores, no network
   python experiments/run.py --config=configs/beyondaime.py:grpo     a baseline on the same task
-  configs/beyondaime.py:paper                                       every number of the paper, with its source
+  configs/beyondaime.py:paper                                       every number of the paper, with its source; it runs as configs/qwen3.py:30b,
+                                                                    which adds weights, chat format and a mesh
 
 The default takes six to seven minutes on two cores, half of them for the warm start; expect held-out pass@1 to rise from about
 0.43 to about 0.92 (0.95, 0.88, 0.93 for the seeds 0, 1, 2), mostly in the first 60 updates, and tool use from one half to all.
@@ -274,7 +275,7 @@ def _baseline(c: ConfigDict, variant: str) -> None:
 
 
 def _paper(c: ConfigDict) -> None:
-  """The paper's run: arXiv 2607.07508, section 4.1 where nothing else is said. Needs a cluster and data."""
+  """The paper's run: arXiv 2607.07508, section 4.1 where nothing else is said. configs/qwen3.py:30b puts it on a cluster."""
   c.data.path = 'data/train.jsonl'  # the paper's training problems are not public: bring your own
   c.data.heldout_path = 'data/beyondaime.jsonl'
   c.env.max_turns = 50  # tool turns in evaluation
@@ -297,6 +298,7 @@ def _paper(c: ConfigDict) -> None:
   c.model.tied = False
   c.model.dtype = 'bfloat16'
   c.model.remat = 'nothing_saveable'  # unstated
+  c.model.attention = 'chunked'  # unstated
   c.engine.num_slots = 256  # unstated
   c.engine.prefill_buckets = (512, 4096, 32768)  # unstated
   c.supervised.num_steps = 0  # the paper fine-tunes for 3 epochs on tool-integrated reasoning
