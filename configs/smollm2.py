@@ -7,7 +7,7 @@
 The model is asked `7 + 5` and its turn starts with `7 + 5 =`; the answer is the last number that it says within 20 tokens.
 
 `full` takes about 20 minutes on two cores and 9 GB: 50 seconds an update. Expect the reward of an update to rise from 0.2 to above 0.9 within ten updates,
-as the model learns to stop after the number, and held-out pass@1 from 0.39 to SMOL_HELDOUT. Of `lora` one run was started to see that it works; its rates are not tuned.
+as the model learns to stop after the number, and held-out pass@1 from 0.39 to 0.81. `lora` was not run to its end, and its rates are not tuned.
 
 Variants: full (default), lora.
 """
