@@ -201,7 +201,7 @@ def meshes(folder):
 
 def process(folder, index, port):
   """One of 2: the mesh of 8 devices spans both, rows and kernels cross the border."""
-  jax.distributed.initialize(f'127.0.0.1:{port}', 2, index, initialization_timeout=60)
+  jax.distributed.initialize(f'127.0.0.1:{port}', 2, index, initialization_timeout=300)
   batch, parts = packed([trajectories()]), build_case('data 2, fsdp 2, tensor 2, remat')
   # Collectives wait for each other half a minute only, and a busy machine compiles for longer.
   update = Peers(PATIENCE_S).each(lambda: compiled(parts, batch))

@@ -414,7 +414,7 @@ def test_rows_over_eight_devices_equal_one():
     env={**os.environ, 'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
     capture_output=True,
     text=True,
-    timeout=200,
+    timeout=800,
     check=False,
   )
   assert done.returncode == 0, done.stderr[-2000:]

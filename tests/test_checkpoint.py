@@ -344,7 +344,7 @@ from sao_jax import checkpoint, sharding
 
 what, root, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if what == 'write':
-  jax.distributed.initialize('127.0.0.1:' + port, 2, index, initialization_timeout=60)
+  jax.distributed.initialize('127.0.0.1:' + port, 2, index, initialization_timeout=300)
 
 rng = np.random.default_rng(0)
 draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -428,7 +428,7 @@ def sharded(num_devices, *arguments):
 
 def outputs(*children):
   try:
-    got = [child.communicate(timeout=120)[0] for child in children]
+    got = [child.communicate(timeout=600)[0] for child in children]
     assert not any(child.returncode for child in children)
     return got
   finally:

@@ -26,7 +26,7 @@ from sao_jax.runtime.failures import RunFailed
 from tests.test_build import config
 from tests.test_run import ROOT, check_ledger, lines, run_flags, wait_for_update
 
-PATIENCE_S = 240  # a tenth of it does on two idle cores
+PATIENCE_S = 480  # a twentieth of it does on two idle cores
 
 
 class Store:

@@ -166,7 +166,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(run, export, tmp_pa
 
 def test_the_command_ends_with_one_line(tmp_path):
   command = [sys.executable, EXPERIMENTS / 'export.py', f'--workdir={tmp_path}', '--to=x']
-  done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+  done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
   assert done.returncode == 2
   assert done.stderr == f'error: {tmp_path} holds no run: there is no config.json in it\n'
   assert not any(tmp_path.iterdir())

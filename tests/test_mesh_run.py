@@ -35,7 +35,7 @@ def call(tmp_path_factory):
     os.environ['XLA_FLAGS'] = f'{flags} {DEVICES}'
     try:
       argv = command('run.py', *run_flags(workdir, **{**QUICK, **changes}))
-      done = call_command(cache, argv)
+      done = call_command(cache, argv, timeout=800)
     finally:
       os.environ['XLA_FLAGS'] = flags
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,7 +61,7 @@ def run_flags(workdir, variant: str = 'sao', **overrides) -> list[str]:
   ]
 
 
-def call(cache, argv, cwd=ROOT, timeout=280) -> subprocess.CompletedProcess:
+def call(cache, argv, cwd=ROOT, timeout=600) -> subprocess.CompletedProcess:
   env = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': cache}
   return subprocess.run(
     argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False

@@ -344,7 +344,7 @@ def test_every_device_reads_its_own_part(tmp_path):
     },
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
   )
   assert done.returncode == 0, done.stderr
   report = json.loads(done.stdout)
