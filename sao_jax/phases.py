@@ -65,7 +65,7 @@ def event_loop(parts: build.Parts) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 async def execute(
-  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen, crew: Crew
+  parts: build.Parts, workdir: Path, *, stop: asyncio.Event, screen: Screen, crew: Crew = ALONE
 ) -> dict[str, float]:
   """Runs what is left to do in the workdir and returns the metrics of the last evaluation.
 
