@@ -6,7 +6,7 @@ the experts, 'sequence' the tokens of a row. Rows of a batch lie over BATCH, whi
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,12 +125,22 @@ def constrain(x: jax.Array, mesh: Mesh | None, *, leading: int = 0) -> jax.Array
   """
   if mesh is None:
     return x
+  mesh, axes = remaining(mesh)
+  spec = PartitionSpec(*(None,) * leading, *tokens_spec(axes))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def remaining(mesh: Mesh) -> tuple[Mesh, frozenset[str]]:
+  """The mesh to name here, and its axes that no enclosing shard_map has taken."""
   inside = jax.sharding.get_abstract_mesh()
   manual = () if inside.empty else inside.manual_axes
-  batch = tuple(axis for axis in BATCH if axis not in manual)
-  sequence = None if 'sequence' in manual else 'sequence'
-  spec = PartitionSpec(*(None,) * leading, batch, sequence)
-  return jax.lax.with_sharding_constraint(x, NamedSharding(inside if manual else mesh, spec))
+  return inside if manual else mesh, frozenset(AXES) - frozenset(manual)
+
+
+def tokens_spec(axes: Collection[str] = AXES) -> PartitionSpec:
+  """Of [B, T, ...]: rows over BATCH, positions over 'sequence', as far as these axes go."""
+  batch = tuple(axis for axis in BATCH if axis in axes)
+  return PartitionSpec(batch, 'sequence' if 'sequence' in axes else None)
 
 
 def put(tree: Any, shardings: Any) -> Any:

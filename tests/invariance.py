@@ -90,7 +90,7 @@ CASES = {  # name: (what it must equal, changes); the bases first
   ),
   'lora, data 2, fsdp 2, tensor 2': ('lora', CUT),
   'bfloat16 sums, data 2': ('dense', {**mesh(data=2), 'train__compression': 'bfloat16'}),
-  'int8 sums, data 2, fsdp 2': ('dense', {**mesh(data=2, fsdp=2), 'train__compression': 'int8'}),
+  'int8 sums, data 2, fsdp 2, tensor 2': ('dense', {**CUT, 'train__compression': 'int8'}),
 }
 
 

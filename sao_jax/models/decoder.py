@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from sao_jax import sharding
 from sao_jax.models import attention, moe
@@ -217,6 +217,34 @@ class _Table(nn.Module):
     return self.param(self.leaf, self.initializer, self.sizes, jnp.float32)
 
 
+def _lookup(table, tokens, mesh):
+  """[B, T, D] of [V, D]. Where 'tensor' cuts the table, each device looks up the tokens it has: left to the partitioner, the gather moves
+  the whole table, and aborts the process inside a shard_map over 'data' (jaxlib 0.10).
+  """
+  if mesh is None or mesh.size == 1:
+    return jnp.take(table, tokens, axis=0, mode='fill')
+  mesh, axes = sharding.remaining(mesh)
+  size = len(table)
+
+  def local(table, tokens):
+    table = jax.lax.all_gather(table, 'fsdp', axis=1, tiled=True)
+    index = tokens - jax.lax.axis_index('tensor') * len(table)
+    mine = (index >= 0) & (index < len(table))
+    x = jnp.take(table, jnp.where(mine, index, 0), axis=0)
+    x = jax.lax.psum(jnp.where(mine[..., None], x, 0), 'tensor')
+    return jnp.where(((tokens >= 0) & (tokens < size))[..., None], x, jnp.nan)
+
+  rows = sharding.tokens_spec(axes)
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(PartitionSpec('tensor', 'fsdp'), rows),
+    out_specs=rows,
+    axis_names=axes,
+    check_vma=False,
+  )(table, tokens)
+
+
 class Decoder(nn.Module):
   """`attend(shape, q, k, v, shared, cache) -> (mixed, kept)`: shared by all layers, cache sliced and kept stacked by layer.
 
@@ -231,7 +259,7 @@ class Decoder(nn.Module):
     shape = self.shape
     embed = nn.initializers.normal(EMBEDDING_STDDEV)
     table = _Table((shape.vocab_size, shape.width), embed, 'embedding', name='embed')()
-    x = jnp.take(table, tokens, axis=0, mode='fill').astype(shape.dtype)
+    x = _lookup(table, tokens, shape.mesh).astype(shape.dtype)
     x = sharding.constrain(x, shape.mesh)
     if not shape.tied:
       _Table((shape.vocab_size, shape.width), embed, 'kernel', name='unembed')()
