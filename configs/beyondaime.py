@@ -104,6 +104,7 @@ def _embedded() -> ConfigDict:
   c.model.lora_rank = 0  # of adapters on one frozen backbone for policy and critic; 0: whole models
   c.model.lora_alpha = 16.0  # their scale is lora_alpha / lora_rank
   c.model.dtype = 'float32'  # of compute; masters are float32
+  c.model.head_dtype = 'float32'  # of the logits' operands; bfloat16 is far cheaper on accelerators, and k3 shows what it costs
   c.model.remat = 'none'
 
   c.mesh = ConfigDict()  # devices of the learner along each axis

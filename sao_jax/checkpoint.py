@@ -119,7 +119,7 @@ def steps(root: Path) -> list[int]:
   return sorted(_complete(Path(root)))
 
 
-def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
+def restore(root: Path, step: int, like: PyTree, *, run_id: str, partial: bool = False) -> Restored:
   """Reads one checkpoint and checks all of it.
 
   Args:
@@ -129,6 +129,7 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
       a jax.Array comes back with its sharding, which may be another one than that of the leaf that was saved: every
       process reads what its devices need. Elsewhere the leaf is read whole: a jax.Array where it was one, or numpy.
     run_id: the run that must have written it.
+    partial: `like` may lack leaves; they stay on disk.
 
   Returns:
     What was saved, bit for bit.
@@ -140,7 +141,7 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
   peers = Peers(_PATIENCE_S)
   expected = _leaves(like)
   try:
-    path = root / peers.first(lambda: _check(root, step, expected, run_id))
+    path = root / peers.first(lambda: _check(root, step, expected, run_id, partial))
     values = peers.each(lambda: _read_state(path, expected, peers))
   except PeerFailed as error:
     raise CheckpointError(root, f'step {step} not restored, {error}', 'see that process') from error
@@ -153,7 +154,7 @@ def restore(root: Path, step: int, like: PyTree, *, run_id: str) -> Restored:
   )
 
 
-def _check(root: Path, step: int, like: dict[str, Any], run_id: str) -> str:
+def _check(root: Path, step: int, like: dict[str, Any], run_id: str, partial: bool) -> str:
   """The name of the folder of a checkpoint that is whole and fits."""
   path = _complete(root).get(step)
   if path is None:
@@ -165,7 +166,10 @@ def _check(root: Path, step: int, like: dict[str, Any], run_id: str) -> str:
     wrong = f'written by run {marker["run_id"]!r}, not {run_id!r}'
     raise CheckpointError(path, wrong, 'use the folder of your own run, or start in a new one')
   _verify(path, marker['files'])
-  _check_leaves(path, marker['leaves'], like)
+  saved = marker['leaves']
+  if partial:
+    saved = {name: kind for name, kind in saved.items() if name in like}
+  _check_leaves(path, saved, like)
   return path.name
 
 
@@ -251,11 +255,14 @@ def _read_state(path: Path, like: dict[str, Any], peers: Peers) -> dict[str, Any
       return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape)
 
-  stored = {name: how(x) for name, x in like.items() if x.size}
+  stored = {name: x for name, x in like.items() if x.size}
   if not stored:
     return {}
+  args = ocp.args.PyTreeRestore(
+    item=stored, restore_args={name: how(x) for name, x in stored.items()}, partial_restore=True
+  )
   with _quiet(), _orbax(peers) as checkpointer:
-    return checkpointer.restore(path / 'state', restore_args=stored)
+    return checkpointer.restore(path / 'state', args=args)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,14 @@ PLACEMENT = (
   'train.logprob_chunk',
 )
 # Of the model, what a warm start does not depend on.
-_NOT_ARCHITECTURE = ('attention', 'attention_chunk', 'expert_backend', 'remat', 'dtype')
+_NOT_ARCHITECTURE = (
+  'attention',
+  'attention_chunk',
+  'expert_backend',
+  'remat',
+  'dtype',
+  'head_dtype',
+)
 
 
 def _without_placement(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +53,11 @@ def run_id(config: ConfigDict) -> str:
 
 
 def on_one_device(config: ConfigDict) -> ConfigDict:
-  """The same run where there is one device. Compressed sums, whose debts are in the checkpoints, need their mesh."""
+  """The same run where there is one device, to use its policy."""
   c = config.copy_and_resolve_references().unlock()
-  if c.train.compression == 'none':
-    c.mesh.update(dict.fromkeys(c.mesh, 1))
-    c.engine.update({'tensor': 1, 'expert': 1, 'apart': False})
-    c.train.optimizer_memory = 'device'
+  c.mesh.update(dict.fromkeys(c.mesh, 1))
+  c.engine.update({'tensor': 1, 'expert': 1, 'apart': False})
+  c.train.update({'optimizer_memory': 'device', 'compression': 'none'})
   return c.lock()
 
 
@@ -166,7 +172,7 @@ def saved_config(workdir: Path) -> ConfigDict:
 
 
 def saved_state(parts: build.Parts, workdir: Path, step: int | None) -> tuple[TrainState, int]:
-  """A checkpoint of a run, the last one for None, and its update.
+  """A checkpoint of a run, the last one for None, and its update: the policy alone, without optimiser and critic.
 
   Raises:
     ValueError: if there is no such checkpoint.
@@ -180,7 +186,8 @@ def saved_state(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Tr
   chosen = steps[-1] if step is None else step
   # The id of the run as it was trained: evaluation settings may differ here.
   identity = run_id(saved_config(workdir))
-  return checkpoint.restore(root, chosen, parts.state, run_id=identity).state, chosen
+  like = parts.state.replace(policy_opt=(), critic=(), critic_opt=(), errors={})
+  return checkpoint.restore(root, chosen, like, run_id=identity, partial=True).state, chosen
 
 
 def saved_policy(parts: build.Parts, workdir: Path, step: int | None) -> tuple[Any, int]:

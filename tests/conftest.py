@@ -4,6 +4,22 @@ import collections
 
 import pytest
 
+# Files that take minutes each, longest first: one that begins last leaves the other process without work.
+LONG = (
+  'test_run',
+  'test_deterministic',
+  'test_run_exact',
+  'test_mesh_run',
+  'test_invariance',
+  'test_crew',
+  'test_notebooks',
+)
+
+
+def pytest_collection_modifyitems(items):
+  rank = {name: index for index, name in enumerate(LONG)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
 
 def pytest_terminal_summary(terminalreporter):
   """Prints how many cells of the fault matrix (test_faults.py) held, by outcome."""

@@ -13,5 +13,6 @@ PLAIN = {
   'sinks': 0,
   'lora_rank': 0,
   'lora_alpha': 0.0,
+  'head_dtype': 'float32',
   'mesh': None,
 }

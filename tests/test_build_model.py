@@ -41,6 +41,7 @@ def saved(folder, **changes):
     ({'model__attention': 'flash'}, r"model\.attention='flash' must be one of xla"),
     ({'model__expert_backend': 'fast'}, r"model\.expert_backend='fast' must be one of .*ragged, dense"),
     ({'model__dtype': 'float16'}, r"model\.dtype 'float16' must be 'float32' or 'bfloat16'"),
+    ({'model__head_dtype': 'bfloat16'}, r"model\.head_dtype 'bfloat16' must be 'float32', or the dtype 'float32'"),
     ({'model__remat': 'all'}, r"model\.remat 'all' must be 'none' or one of"),
     ({'model__sinks': 2}, r'model\.window 0, sinks 2 .* sinks need a window'),
     ({'model__lora_rank': 2}, r'supervised\.num_steps=900.* with model\.lora_rank=2: .* set them to 0'),
@@ -135,6 +136,24 @@ def logprobs(model, params, hidden=None):
     hidden.reshape(18, -1), table, nexts.reshape(18), temperature=1.0, chunk=18
   )
   return np.asarray(out).reshape(2, 9)
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_a_head_in_bfloat16_rounds_the_table_once_for_learner_and_engine(tied):
+  precise, rough = (
+    model_parts(small(model__dtype='bfloat16', model__head_dtype=dtype, model__tied=tied))
+    for dtype in ('float32', 'bfloat16')
+  )
+  params = precise.init(0)
+  state = types.SimpleNamespace(base={}, policy=params)
+  for parts, dtype in ((precise, jnp.float32), (rough, jnp.bfloat16)):
+    taken = parts.export(state)
+    assert taken['embed']['embedding'].dtype == parts.exported['embed']['embedding'].dtype == dtype
+    learned, sampled = parts.model.unembedding(params), parts.engine_model.unembedding(taken)
+    assert learned.dtype == sampled.dtype == dtype
+    np.testing.assert_array_equal(np.float32(learned), np.float32(sampled))
+  exact, rounded = (logprobs(parts.model, params) for parts in (precise, rough))
+  assert 0 < np.abs(exact - rounded).max() < 0.02
 
 
 def test_upcycled_weights_compute_the_same(folder):

@@ -70,8 +70,9 @@ def save(root, step, keep=3, run_id='run', state=None, host=HOST, trajectories=(
   return checkpoint.save(root, step, state, host, trajectories, run_id=run_id, keep=keep)
 
 
-def restore(root, step, like=None, run_id='run'):
-  return checkpoint.restore(root, step, make_state(0) if like is None else like, run_id=run_id)
+def restore(root, step, like=None, run_id='run', **options):
+  like = make_state(0) if like is None else like
+  return checkpoint.restore(root, step, like, run_id=run_id, **options)
 
 
 def assert_same_bits(a, b):
@@ -119,6 +120,19 @@ def test_restores_on_the_sharding_of_like_or_from_shapes_alone(tmp_path):
   got = restore(tmp_path, 1, like=shapes).state
   np.testing.assert_array_equal(got['x'], [0, 1, 2, 3])
   assert isinstance(got['y'], jax.Array)
+
+
+def test_a_part_is_read_alone_where_that_is_asked_for(tmp_path):
+  save(tmp_path, 7)
+  like = make_state(0).replace(moments=())
+  with pytest.raises(checkpoint.CheckpointError, match='expected absent'):
+    restore(tmp_path, 7, like=like)
+  got = restore(tmp_path, 7, like=like, partial=True)
+  assert_same_bits(got.state, make_state(7).replace(moments=()))
+  assert got.host == HOST
+  more = like.replace(params=like.params | {'new': jnp.zeros(1)})
+  with pytest.raises(checkpoint.CheckpointError, match=r'new.* is absent'):
+    restore(tmp_path, 7, like=more, partial=True)
 
 
 def test_restored_leaves_can_be_donated(tmp_path):

@@ -26,9 +26,13 @@ EXPERTS = {'model__num_experts': 4, 'model__experts_per_token': 2}
 
 
 @pytest.fixture(scope='module')
-def call(tmp_path_factory):
+def cache(tmp_path_factory):
+  return str(tmp_path_factory.mktemp('compilation_cache'))
+
+
+@pytest.fixture(scope='module')
+def call(cache):
   """Runs a tiny config; its metrics by update, without clocks."""
-  cache = str(tmp_path_factory.mktemp('compilation_cache'))
   flags = os.environ.get('XLA_FLAGS', '')
 
   def run(workdir, **changes):
@@ -66,10 +70,13 @@ def test_a_run_on_meshes_is_the_run_on_one_device(call, tmp_path):
   assert cut[0]['moe/load_max'] >= 1
 
 
-def test_threads_on_the_same_devices_with_adapters_and_compression(call, tmp_path):
+def test_threads_on_the_same_devices_with_adapters_and_compression(call, cache, tmp_path):
   """Learner, engine and evaluation launch programs of several devices at once: none may wait for another for ever."""
   mesh = {'mesh__data': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'engine__tensor': 2}
   options = {'model__lora_rank': 4, 'train__optimizer_memory': 'pinned_host'}
   options |= {'train__compression': 'bfloat16', 'runtime__mode': 'async', 'evaluation__every': 1}
   rows = call(tmp_path / 'run', **mesh, **options, train__num_steps=6)
   assert all(np.isfinite(row['loss/policy']) for row in rows)
+  argv = command('evaluate.py', f'--workdir={tmp_path / "run"}', '--samples=1', '--limit=1')
+  done = call_command(cache, argv, timeout=800)  # where there is one device
+  assert '1 problems, 1 episodes, 0 without a verdict, update 6' in done.stdout, done.stderr

@@ -323,7 +323,13 @@ def test_partition_refuses_trees_it_does_not_know():
 
 @pytest.mark.parametrize(
   'changes',
-  ({'num_kv_heads': 3}, {'head_dim': 5}, {'dtype': 'float16'}, {'remat': 'everything'}),
+  (
+    {'num_kv_heads': 3},
+    {'head_dim': 5},
+    {'dtype': 'float16'},
+    {'head_dtype': 'bfloat16'},
+    {'remat': 'everything'},
+  ),
 )
 def test_make_refuses(changes):
   with pytest.raises(ValueError, match=str(next(iter(changes.values())))):

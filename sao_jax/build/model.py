@@ -21,8 +21,9 @@ from sao_jax.models import huggingface, lora, moe, transformer, weights
 from sao_jax.runtime.crew import gathered
 from sao_jax.types import Batch, Model
 
-# Leaves that an engine reads in the compute dtype alone; router, norms and tables are read in float32.
+# Leaves that an engine reads in the compute dtype alone; router and norms are read in float32, tables in that of the head.
 _CAST = r'layers/(attention|mlp)/\w+/(kernel|bias)|layers/moe/(gate|up|down)/kernel'
+_TABLES = r'embed/embedding|unembed/kernel'
 _NOT_OURS = (
   'weights',
   'upcycle',
@@ -186,10 +187,12 @@ def _init(c: ConfigDict, shape: dict[str, Any], model: Model, mesh: Mesh | None,
 def _as_exported(c: ConfigDict, params: Any) -> Any:
   if c.model.lora_rank:
     params = lora.merge(params, scale=c.model.lora_alpha / c.model.lora_rank)
-  dtype = jnp.dtype(c.model.dtype)
 
   def cast(keys, x):
-    return x.astype(dtype) if sharding.matches(_CAST, sharding.path_of(keys)) else x
+    path = sharding.path_of(keys)
+    if sharding.matches(_TABLES, path):
+      return x.astype(c.model.head_dtype)
+    return x.astype(c.model.dtype) if sharding.matches(_CAST, path) else x
 
   return jax.tree.map_with_path(cast, params)
 

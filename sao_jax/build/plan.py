@@ -261,15 +261,18 @@ def _turned(c: ConfigDict, state: TrainState) -> int:
 
 def _head(made: Parts) -> int:
   """A chunk of the head: its logits, the hidden states in float32, and tables: the unembedding's gradient; with 'fsdp' the gathered
-  unembedding, and the gradient summed over devices."""
+  unembedding, and the gradient summed over devices; in bfloat16 a copy of it."""
   c, axes = made.config, made.config.mesh
   rows, length = c.train.micro_rows * axes.sequence, c.env.max_tokens // axes.sequence
   columns = min(length, max(1, c.train.logprob_chunk // rows))  # as in heads.action_logprobs
   rows //= _cut(c, *sharding.BATCH, 'sequence')
   words, width = made.model.model.vocab_size // axes.tensor, c.model.width
   learned, gathered = c.model.lora_rank == 0, axes.fsdp > 1
-  tables = learned + gathered + (learned and gathered)
-  return 4 * (LOGITS * rows * columns * words + 3 * rows * length * width + tables * words * width)
+  tables = learned + (learned and gathered)
+  size = jnp.dtype(c.model.head_dtype).itemsize
+  copies = size if gathered or size < 4 else 0
+  tables = (4 * tables + copies) * words * width
+  return 4 * (LOGITS * rows * columns * words + 3 * rows * length * width) + tables
 
 
 def _still_here(made: Parts) -> Any:

@@ -44,6 +44,7 @@ class Shape:
   lora_rank: int
   lora_alpha: float
   dtype: Any
+  head_dtype: Any
   remat: str
   mesh: Mesh | None
 

@@ -57,6 +57,7 @@ def make(
   lora_rank: int,
   lora_alpha: float,
   dtype: str,
+  head_dtype: str,
   remat: str,
   mesh: Mesh | None,
 ) -> types.Model:
@@ -102,6 +103,7 @@ def make(
     lora_rank: r of the adapters beside the projections of attention and mlp, see `lora`; 0: none.
     lora_alpha: their scale is lora_alpha / r.
     dtype: compute dtype, 'float32' or 'bfloat16'.
+    head_dtype: of the operands of the logits, which accumulate in float32; 'bfloat16' only where dtype is. `unembedding` returns it.
     remat: 'none', or what the backward pass of a layer may keep: a name of `jax.checkpoint_policies`, see
       REMAT_POLICIES.
     mesh: of `sharding.make_mesh`, where apply and extend run; None: one device, or wherever the parameters lie.
@@ -123,6 +125,8 @@ def make(
     )
   if dtype not in ('float32', 'bfloat16'):
     raise ValueError(f"dtype {dtype!r} must be 'float32' or 'bfloat16'")
+  if head_dtype not in ('float32', dtype):
+    raise ValueError(f"head_dtype {head_dtype!r} must be 'float32', or the dtype {dtype!r}")
   if remat != 'none' and remat not in REMAT_POLICIES:
     raise ValueError(f"remat {remat!r} must be 'none' or one of {REMAT_POLICIES}")
   shape = decoder.Shape(
@@ -150,6 +154,7 @@ def make(
     lora_rank=lora_rank,
     lora_alpha=lora_alpha,
     dtype=jnp.dtype(dtype),
+    head_dtype=jnp.dtype(head_dtype),
     remat=remat,
     mesh=mesh,
   )
@@ -193,7 +198,8 @@ def _pure_functions(shape: decoder.Shape) -> types.Model:
     return hidden, jax.tree.map(write, cache, new)
 
   def unembedding(params):
-    return params['embed']['embedding'] if shape.tied else params['unembed']['kernel']
+    table = params['embed']['embedding'] if shape.tied else params['unembed']['kernel']
+    return table.astype(shape.head_dtype)
 
   return types.Model(
     init=init,
