@@ -16,7 +16,7 @@ from absl import flags
 
 
 def main(argv: Sequence[str]) -> None:
-  from sao_jax import build, phases
+  from sao_jax import build, scoring
   from sao_jax import workdir as run_workdir
   from sao_jax.envs.prompts import load_problems
 
@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> None:
     output = open(values.output, 'w') if values.output else None
 
   async def score():
-    async with phases.serving(parts, params, sandbox) as services:
+    async with scoring.serving(parts, params, sandbox) as services:
       samples = config.evaluation.samples
-      return await phases.score(parts, services, tasks, name='eval', samples=samples)
+      return await scoring.score(parts, services, tasks, name='eval', samples=samples)
 
   result = asyncio.run(score())
   print(

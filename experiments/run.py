@@ -130,6 +130,7 @@ def _lead(parts: build.Parts, workdir: Path, lock: AbstractContextManager, crew:
   from sao_jax import workdir as run_workdir
   from sao_jax.report.panel import Panel
   from sao_jax.report.plot import plot_run
+  from sao_jax.runtime.closing import CLOSE_S
   from sao_jax.runtime.watchdog import exit_after
 
   config, started = parts.config, time.monotonic()
@@ -150,8 +151,8 @@ def _lead(parts: build.Parts, workdir: Path, lock: AbstractContextManager, crew:
       try:
         return await phases.execute(parts, workdir, stop=stop, screen=panel, crew=crew)
       finally:
-        left = f'failed: tasks that cannot be cancelled kept the process for {phases.CLOSE_S} s'
-        timers.append(exit_after(phases.CLOSE_S, commands.FAILED, left))
+        left = f'failed: tasks that cannot be cancelled kept the process for {CLOSE_S} s'
+        timers.append(exit_after(CLOSE_S, commands.FAILED, left))
 
     timers = []
     try:

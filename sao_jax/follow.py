@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from sao_jax import build, checkpoint, loop, phases
+from sao_jax import build, checkpoint, loop, phases, pretraining
 from sao_jax import workdir as run_workdir
 from sao_jax.runtime.crew import END, Crew
 from sao_jax.runtime.divergence import RollBack
@@ -19,17 +19,17 @@ def follow(parts: build.Parts, workdir: Path, crew: Crew) -> tuple[int, str]:
     The exit code and the reason that the leader ends with.
   """
   c, root, identity = parts.config, workdir / 'checkpoints' / 'rl', run_workdir.run_id(parts.config)
-  learning = phases.make_learning(parts, None, None, None, None, crew)
+  learning = pretraining.make_learning(parts, None, None, None, None, crew)
   heart, state = phases.start_heart(parts, workdir, crew), None
   for what, numbers, arrays in crew.commands():
     match what:
       case 'fresh':
-        state = phases.fresh_state(parts, asyncio.run(_same_warm_start(parts, workdir)))
+        state = pretraining.fresh_state(parts, asyncio.run(_same_warm_start(parts, workdir)))
       case 'restore':
         state = None  # there is room for one
         state = checkpoint.restore(root, *numbers, parts.state, run_id=identity).state
       case 'value head':
-        state = phases.with_value_head(parts, state, *numbers)
+        state = pretraining.with_value_head(parts, state, *numbers)
       case 'export':
         parts.model.export(state)
       case 'digest':

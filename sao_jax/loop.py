@@ -27,7 +27,12 @@ from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.replay import Replayer
 from sao_jax.types import Batch, Engine, Trajectory
 
-UPDATE, CRITIC_UPDATE, CHECKPOINT = 'an update', 'a critic update', 'writing a checkpoint'
+UPDATE, CRITIC_UPDATE, SUPERVISED_STEP, CHECKPOINT = (
+  'an update',
+  'a critic update',
+  'a warm-start step',
+  'writing a checkpoint',
+)
 
 
 class Stopped(Exception):

@@ -5,11 +5,12 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-from sao_jax import build, checkpoint, loop, phases
+from sao_jax import build, checkpoint, loop, pretraining
 from sao_jax import workdir as run_workdir
 from sao_jax.engines.local import LocalEngine
 from sao_jax.engines.programs import Programs
 from sao_jax.learner import TrainState
+from sao_jax.report.screen import Screen
 from sao_jax.runtime import replay as record
 from sao_jax.runtime.divergence import RollBack
 from sao_jax.runtime.watchdog import Waits
@@ -36,24 +37,24 @@ def check(parts: build.Parts, workdir: Path) -> None:
     raise ValueError(f'{source} does not hold the whole warm start that the run began with')
 
 
-async def replay(parts: build.Parts, workdir: Path, *, screen: phases.Screen) -> Replayed:
+async def replay(parts: build.Parts, workdir: Path, *, screen: Screen) -> Replayed:
   """Replays the run in the workdir, which is only read. Tools are not run: their answers are in the record.
 
   Raises:
     runtime.replay.Diverged: names the line of the record at which this run differs, and how.
   """
-  work = phases.make_work(parts, Waits(asyncio.get_running_loop().time))
+  work = pretraining.make_work(parts, Waits(asyncio.get_running_loop().time))
   warm = await warm_start(
     parts, workdir, work=work, stop=asyncio.Event(), show=screen.update, note=screen.note
   )
-  state, programs = phases.fresh_state(parts, warm), build.programs_of(parts)
+  state, programs = pretraining.fresh_state(parts, warm), build.programs_of(parts)
   return await repeat(parts, workdir, state, programs, work=work, show=screen.update)
 
 
 async def repeat(
   parts: build.Parts, workdir: Path, state: TrainState, programs: Programs, *, work, show
 ) -> Replayed:
-  """As `replay`, from the state of version 0 on. work: see `phases.make_work`; show: (phase, step, total, metrics)."""
+  """As `replay`, from the state of version 0 on. work: see `pretraining.make_work`; show: (phase, step, total, metrics)."""
   c = parts.config
 
   def make_engine(params, version):
@@ -61,13 +62,13 @@ async def repeat(
 
   play = functools.partial(build.play_on, c, programs.vocab_size)
   replayer = record.Replayer(record.read(workdir), play, parts.source.task, make_engine)
-  learning = phases.make_learning(parts, work, replayer, replayer, None)
+  learning = pretraining.make_learning(parts, work, replayer, replayer, None)
   complete = False
   replayer.load(learning.export(state), int(state.step))
   try:
     for index in range(c.value.num_batches):
       trajectories = await replayer.take(c.train.batch_size)
-      state, metrics = await phases.learn_values(learning, parts, state, trajectories, index)
+      state, metrics = await pretraining.learn_values(learning, parts, state, trajectories, index)
       show('value pretraining', index + 1, c.value.num_batches, metrics)
     while int(state.step) < c.train.num_steps:
       trajectories = await replayer.take(c.train.batch_size)

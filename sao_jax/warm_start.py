@@ -12,8 +12,6 @@ from sao_jax import batching, build, checkpoint, loop
 from sao_jax import workdir as run_workdir
 from sao_jax.runtime.failures import RunFailed
 
-STEP = 'a warm-start step'
-
 
 async def warm_start(
   parts: build.Parts,
@@ -59,7 +57,7 @@ async def warm_start(
     last = step + 1 == c.supervised.num_steps
     following = None if last else asyncio.to_thread(_demonstrations, parts, step + 1)
     (state, loss), batch = await asyncio.gather(
-      work(STEP, _supervised_step, update, state, parts.model.place(batch)),
+      work(loop.SUPERVISED_STEP, _supervised_step, update, state, parts.model.place(batch)),
       following or asyncio.sleep(0),
     )
     if not np.isfinite(loss):

@@ -23,9 +23,9 @@ import numpy as np
 from sao_jax import checkpoint, learner, loop
 from sao_jax.engines.fake import FakeEngine, constant
 from sao_jax.envs.math_python import MathPython
-from sao_jax.phases import closing
 from sao_jax.report.metrics import MetricsWriter
 from sao_jax.rollout import run_episode
+from sao_jax.runtime.closing import closing
 from sao_jax.runtime.dispatch import Dispatcher, Limits
 from sao_jax.runtime.divergence import Alarms
 from sao_jax.runtime.failures import BackOff, RunFailed, holding

@@ -33,6 +33,8 @@ FLOORS = {
   'build': 5,
   'workdir': 6,
   'warm_start': 7,
+  'scoring': 7,
+  'pretraining': 7,
   'phases': 8,
   'replay': 9,
   'follow': 9,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sao_jax import build, checkpoint, phases
+from sao_jax import build, checkpoint, pretraining
 from sao_jax import workdir as run_workdir
 from sao_jax.build.model import shape_of
 from sao_jax.models import transformer, weights
@@ -44,7 +44,7 @@ def run_of(workdir, c, seeds):
   parts, root = build.parts(c), workdir / 'checkpoints' / 'rl'
   params = {step: drawn(parts, seed) for step, seed in seeds.items()}
   for step, whole in params.items():
-    state = phases.fresh_state(parts, whole)
+    state = pretraining.fresh_state(parts, whole)
     checkpoint.save(root, step, state, {}, (), run_id=run_workdir.run_id(c), keep=len(seeds))
   return params
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sao_jax import batching, build, phases
+from sao_jax import batching, build, pretraining
 from sao_jax.models import lora
 from tests.test_batching import PACK, trajectory
 from tests.test_build import config
@@ -120,7 +120,7 @@ def update():
   noise = lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), jnp.float32)
   # Off the start, where B is 0 and A has no gradient; and a head with a slope, without which the backbone has none.
   base, adapters = lora.split(parts.model.init(0))
-  state = phases.fresh_state(parts, lora.join(base, jax.tree.map(noise, adapters)))
+  state = pretraining.fresh_state(parts, lora.join(base, jax.tree.map(noise, adapters)))
   state = state.replace(critic=jax.tree.map(noise, state.critic))
   before = jax.tree.map(np.asarray, jax.tree.map(jnp.copy, state))  # the state is donated
   a = trajectory('a', [0, 1, 0, 1, 1], version=3)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from sao_jax import loop, phases
+from sao_jax import loop, pretraining
 from sao_jax import replay as replaying
 from sao_jax.runtime import replay as record
 from sao_jax.runtime.watchdog import Waits
@@ -48,7 +48,7 @@ def replay(world, workdir, parts=None) -> replaying.Replayed:
       workdir,
       state,
       world.programs,
-      work=phases.make_work(parts, Waits(asyncio.get_running_loop().time)),
+      work=pretraining.make_work(parts, Waits(asyncio.get_running_loop().time)),
       show=lambda *_: None,
     )
 

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from sao_jax import build, phases
+from sao_jax import build, phases, pretraining
 from sao_jax.envs.math_python import MathPython
 from sao_jax.runtime import watchdog
 from sao_jax.runtime.ledger import Ledger
@@ -86,7 +86,7 @@ def parts_of(**changes) -> build.Parts:
 
 def fresh_state(world: World, parts: build.Parts):
   """At version 0, from a copy of the warm start: the learner donates its state."""
-  return phases.fresh_state(parts, jax.tree.map(jnp.copy, world.warm))
+  return pretraining.fresh_state(parts, jax.tree.map(jnp.copy, world.warm))
 
 
 def rewarded():
@@ -117,7 +117,7 @@ def run(world: World, parts: build.Parts, workdir: Path, stop_at: int | None = N
       sandbox=sandbox,
       outside=world.outside if logical else None,
       waits=waits,
-      work=phases.make_work(parts, waits),
+      work=pretraining.make_work(parts, waits),
       stop=stop,
       screen=screen,
     )

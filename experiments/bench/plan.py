@@ -124,13 +124,13 @@ def _lap(parts, update, programs, batch) -> None:
   """What is alive in a run, at its fullest: two engines, a policy that has arrived beside the one in use, an update, the next policy."""
   import jax
 
-  from sao_jax import phases
+  from sao_jax import pretraining
 
   def export(state):
     there = jax.tree.map(lambda x: x.sharding, programs.params)
     return jax.block_until_ready(jax.device_put(parts.model.export(state), there))
 
-  state = phases.fresh_state(parts, parts.model.init(0))
+  state = pretraining.fresh_state(parts, parts.model.init(0))
   in_use, evaluated, arrived = (export(state) for _ in range(3))
   caches = [_round(programs, weights, programs.init_state()) for weights in (in_use, evaluated)]
   state, _ = jax.block_until_ready(update(state, parts.model.place(batch)))

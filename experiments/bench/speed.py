@@ -96,7 +96,7 @@ def measure(workdir: Path, target: float) -> Speed:
 
 def score(workdir: Path, target: float) -> dict[int, float]:
   """Held-out pass@1 by update, without the tools' latency."""
-  from sao_jax import build, checkpoint, phases
+  from sao_jax import build, checkpoint, scoring
   from sao_jax import workdir as run_workdir
 
   config = run_workdir.saved_config(workdir)
@@ -107,12 +107,12 @@ def score(workdir: Path, target: float) -> dict[int, float]:
   async def all_of_them() -> dict[int, float]:
     params, _ = run_workdir.saved_policy(parts, workdir, steps[0])
     scores = {}
-    async with phases.serving(parts, params, build.make_sandbox(config)) as services:
+    async with scoring.serving(parts, params, build.make_sandbox(config)) as services:
       for step in steps:
         params, _ = run_workdir.saved_policy(parts, workdir, step)
         services.evaluation_engine.load(params, step)
         name = f'eval-{step}'
-        result = await phases.score(parts, services, parts.heldout, name=name, samples=1)
+        result = await scoring.score(parts, services, parts.heldout, name=name, samples=1)
         scores[step] = result.pass_at_1
         if result.pass_at_1 >= target:
           break
