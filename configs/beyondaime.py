@@ -68,7 +68,9 @@ def _embedded() -> ConfigDict:
   )
   c.chat.system = ''  # text of the system turn
   c.chat.prefill = ''  # smollm2: what the prompt ends with; {question} stands for the question
-  c.chat.thinking = True  # qwen3: thinks before it speaks
+  c.chat.thinking = (
+    'free'  # qwen3: opens <think> itself; 'open': the prompt does; 'off': it is closed at once
+  )
   c.chat.tools = True  # whether the agent may call Python; bytes always may
 
   c.model = ConfigDict()

@@ -25,7 +25,7 @@ Each wants the published Hugging Face folder (weights, config.json, tokenizer.js
 
 An XLA process takes three quarters of a GPU by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. What to expect, if it learns as the
 paper's does: BeyondAIME pass@1 from 53 to 75 % for 30b in several hundred updates; for the small ones nobody knows.
-The six slots of 128k tokens that 30b has room for make it slow: the rollouts of a real run belong on engines of their own.
+The six slots of 128k tokens that 30b has room for make it slow, and its deadlines long: the rollouts of a real run belong on engines of their own.
 """
 
 import runpy
@@ -112,6 +112,7 @@ def _middle(c: ConfigDict) -> None:
 def _large(c: ConfigDict) -> None:
   """Qwen3-30B-A3B-Thinking-2507 at the paper's numbers, on 64 devices in 8 hosts."""
   c.model.weights = 'models/Qwen3-30B-A3B-Thinking-2507'
+  c.chat.thinking = 'open'
   c.model.expert_backend = 'blocked'
   c.mesh.fsdp = 8
   c.mesh.tensor = 4  # as many as key/value heads
@@ -120,5 +121,9 @@ def _large(c: ConfigDict) -> None:
   c.engine.tensor = 4
   c.engine.expert = 2
   c.engine.num_slots = 6  # of 128k tokens; real rollouts belong on engines of their own
+  c.runtime.episode_timeout_s = (
+    2 * 86400.0
+  )  # which counts while 250 episodes wait for the six slots
+  c.runtime.stall_timeout_s = 3 * 86400.0
   c.engine.prefill_rows = 2
   c.engine.prefill_buckets = (256,)

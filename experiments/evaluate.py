@@ -3,7 +3,8 @@
   python experiments/evaluate.py --workdir=runs/NAME [--step=N] [--problems=FILE] [--samples=N]
       [--temperature=T] [--limit=N] [--output=FILE.jsonl]
 
-Prints pass@1 with its standard error; --output writes every episode, one JSON object a line.
+Prints pass@1 with its standard error; --output writes every episode, one JSON object a line. A run over a mesh is scored on that mesh
+where there are as many devices, and otherwise on one, which then holds the whole policy.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ def main(argv: Sequence[str]) -> None:
       if values[name].value is not None and values[name].value < 1:
         raise ValueError(f'--{name}={values[name].value} must be at least 1')
     workdir = Path(values.workdir)
-    config = run_workdir.on_one_device(run_workdir.saved_config(workdir))
+    config = run_workdir.to_score(run_workdir.saved_config(workdir))
+    if values.problems:
+      config.data.path = config.data.heldout_path = ''
     if values.samples:
       config.evaluation.samples = values.samples
     if values.temperature is not None:

@@ -3,8 +3,8 @@
   python experiments/export.py --workdir=runs/NAME --to=FOLDER [--step=N] [--dtype=float32|bfloat16]
 
 Writes config.json, the weights with adapters merged, and the files of the tokenizer where the run has one; FOLDER is whole or not there.
-A run over several devices wants as many here. JAX_PLATFORMS=cpu with XLA_FLAGS=--xla_force_host_platform_device_count=N makes
-N of them in the memory of the host.
+One device holds the whole policy in float32, wherever it was trained: JAX_PLATFORMS=cpu takes the memory of the host. Adapters are best
+exported in float32: in bfloat16 their kernels lose what is below half a unit of the last place.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
   from sao_jax.models import huggingface, lora, weights
 
   config = run_workdir.on_one_device(run_workdir.saved_config(workdir))
-  with config.unlocked():
-    config.model.attention = 'xla'  # nothing attends here: the machine needs no kernels of the run
+  config.data.path = config.data.heldout_path = ''  # no problem is asked here
   parts = build.parts(config)
   shape = shape_of(config, parts.model.chat.vocab_size)
   carried = {'eos_token_id': parts.model.chat.stop_token}
   if config.model.weights:
     theirs = weights.read_config(config.model.weights)
     carried = {name: theirs[name] for name in huggingface.CARRIED if name in theirs}
+    carried['eos_token_id'] = _ends(theirs.get('eos_token_id'), parts.model.chat.stop_token)
   tokenizer = ()
   if config.chat.format != 'bytes':
     there = Path(config.chat.tokenizer or config.model.weights)
@@ -72,6 +72,13 @@ def export(workdir: Path, step: int | None, folder: Path, dtype: str) -> int:
     extra_files=tokenizer,
   )
   return step
+
+
+def _ends(theirs: int | list[int] | None, ours: int) -> int | list[int]:
+  """What ends a turn in the folder: what the policy was trained to stop with, too."""
+  known = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+  ends = known if ours in known else [ours, *known]
+  return ends[0] if len(ends) == 1 else ends
 
 
 def _define(values: flags.FlagValues) -> None:

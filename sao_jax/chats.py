@@ -30,6 +30,8 @@ PYTHON_TOOL = {
   },
 }  # as Qwen3's system turn shows it; names in the order in which they are written
 
+THINKING = ('free', 'open', 'off')
+
 _FENCE = re.compile(r'^```python[ \t]*\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # A minus after a word or a bracket is a subtraction. Digits that continue a word, as in `x2`, are no number.
 _NUMBER = re.compile(
@@ -141,7 +143,7 @@ def smollm2(tokenizer: Tokenizer, *, system: str, prefill: str, tools: bool) -> 
   return _format(tokenizer, prompt_tokens, result_tokens, parse_action, end)
 
 
-def qwen3(tokenizer: Tokenizer, *, system: str, thinking: bool, tools: bool) -> ChatFormat:
+def qwen3(tokenizer: Tokenizer, *, system: str, thinking: str, tools: bool) -> ChatFormat:
   """Qwen3's chat: thinking, and tool calls as JSON between markers.
 
     [system turn] <|im_start|>user\\n QUESTION <|im_end|>\\n<|im_start|>assistant\\n
@@ -161,7 +163,8 @@ def qwen3(tokenizer: Tokenizer, *, system: str, thinking: bool, tools: bool) -> 
 
   Args:
     system: text of the system turn; '' for none (with `tools` there is one in any case, which describes the tool).
-    thinking: False puts an empty <think> pair at the start of each of the agent's turns, as the template does then.
+    thinking: of THINKING. 'free': the agent opens <think> itself, as Qwen3 does; 'open': its turns begin after <think>, as in the templates
+      of the models that do nothing else (Thinking-2507); 'off': they begin after an empty pair, as Qwen3's template has it then.
     tools: whether PYTHON_TOOL is on offer.
   """
   start, end, call, end_call = map(
@@ -170,7 +173,8 @@ def qwen3(tokenizer: Tokenizer, *, system: str, thinking: bool, tools: bool) -> 
   think, end_think, response, end_response = map(
     tokenizer.id_of, ('<think>', '</think>', '<tool_response>', '</tool_response>')
   )
-  agent = (start, 'assistant\n', *(() if thinking else (think, '\n\n', end_think, '\n\n')))
+  begun = {'free': (), 'open': (think, '\n'), 'off': (think, '\n\n', end_think, '\n\n')}
+  agent = (start, 'assistant\n', *begun[thinking])
   header = (start, f'system\n{system}', end, '\n') if system else ()
   if tools:
     before = f'system\n{system}\n\n' if system else 'system\n'
@@ -188,6 +192,8 @@ def qwen3(tokenizer: Tokenizer, *, system: str, thinking: bool, tools: bool) -> 
     if turn is None:
       return NoAction()
     ends = np.flatnonzero(turn == end_think)
+    if thinking == 'open' and not ends.size:
+      return NoAction()
     said = turn[ends[-1] + 1 :] if ends.size else turn
     markers = np.flatnonzero(~tokenizer.is_text(said))
     if not markers.size:
@@ -238,7 +244,10 @@ def _bundle(bpe, markers: dict[str, int], unspelled: set[int], vocab_size: int) 
   def id_of(name: str) -> int:
     if name not in markers:
       known = ' '.join(sorted(markers))
-      raise ValueError(f'the tokenizer has no marker {name!r}, of {known:.400}: use its own chat')
+      raise ValueError(
+        f"the tokenizer has no marker {name!r}, of {known:.400}: its chat is another one. 'smollm2' needs the markers of ChatML only, "
+        "'qwen3' those of thinking and tools as well"
+      )
     return markers[name]
 
   return Tokenizer(encode, decode, show, is_text, id_of, vocab_size)

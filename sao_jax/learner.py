@@ -28,7 +28,7 @@ class TrainState:
   policy_opt: Any
   critic: Any  # {'backbone': params or adapters, 'head': params}; an empty dict without a critic
   critic_opt: Any
-  errors: Any  # what compressed sums owe, {'policy': ..., 'critic': ...} of [mesh.data, ...]; {} without compression
+  errors: Any  # what compressed sums owe, {'policy': ..., 'critic': ...} of [mesh.data, ...], None where nothing trains; {} without compression
   skipped: jax.Array  # [] int32, updates skipped because something was not finite
 
 
@@ -83,13 +83,18 @@ class Spread(NamedTuple):
   compression: str  # of gradients that are summed over mesh.data, see `compression`
 
 
-def init_state(base, policy, critic, policy_tx, critic_tx, spread: Spread) -> TrainState:
-  """State at version 0. `base` is {} without adapters, `critic` {} for methods without one."""
-  errors = {}
-  if spread.compression != 'none':
-    copies = spread.mesh.shape['data']
-    zeros = lambda x: jnp.zeros((copies, *x.shape), jnp.float32)
-    errors = jax.tree.map(zeros, {'policy': policy, 'critic': critic})
+def init_errors(policy, critic, frozen, spread: Spread) -> Any:
+  """Nothing is owed yet. Arguments as of `make_learner`."""
+  if spread.compression == 'none':
+    return {}
+  copies = spread.mesh.shape['data']
+  zeros = lambda x: jnp.zeros((copies, *x.shape), jnp.float32)
+  trained = _part(policy, frozen[0])[0], _part(critic, frozen[1])[0]
+  return dict(zip(('policy', 'critic'), jax.tree.map(zeros, trained), strict=True))
+
+
+def init_state(base, policy, critic, policy_tx, critic_tx, errors) -> TrainState:
+  """State at version 0. `base` is {} without adapters, `critic` {} for methods without one; `errors` as of `init_errors`."""
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     base=base,
@@ -245,10 +250,10 @@ def make_learner(
     params, opt = getattr(state, name), getattr(state, f'{name}_opt')
     trained, held = _part(params, still)
     base, denominator = fixed
-    owed, rest = _part(state.errors[name], still) if state.errors else ({}, {})
+    owed = state.errors.get(name, {})
     value, aux, grads, owed = gradient(loss, trained, (base, held, denominator), micros, owed)
     updates, opt = tx.update(_whole(grads, jax.tree.map(jnp.zeros_like, held)), opt, params)
-    errors = {**state.errors, name: _whole(owed, rest)} if state.errors else {}
+    errors = {**state.errors, name: owed} if state.errors else {}
     new = {name: optax.apply_updates(params, updates), f'{name}_opt': opt, 'errors': errors}
     return state.replace(**new), value, aux, grads
 

@@ -27,11 +27,12 @@ from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.replay import Replayer
 from sao_jax.types import Batch, Engine, Trajectory
 
-UPDATE, CRITIC_UPDATE, SUPERVISED_STEP, CHECKPOINT = (
+UPDATE, CRITIC_UPDATE, SUPERVISED_STEP, CHECKPOINT, PUBLICATION = (
   'an update',
   'a critic update',
   'a warm-start step',
   'writing a checkpoint',
+  'gathering a policy',
 )
 
 
@@ -145,7 +146,13 @@ async def learn(
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
   if digest:
     await learning.journal.updated(int(state.step), digest)
-  learning.engine.load(learning.export(state), int(state.step))
+  if (
+    learning.crew.count > 1
+  ):  # a copy on one device is only launched; that of all processes is waited for
+    params = await learning.work(PUBLICATION, learning.export, state)
+  else:
+    params = learning.export(state)
+  learning.engine.load(params, int(state.step))
   return state, measured
 
 

@@ -24,12 +24,8 @@ def make_work(parts: build.Parts, waits: watchdog.Waits) -> Callable[..., Awaita
   seconds = c.runtime.stall_timeout_s
   if c.runtime.mode == 'deterministic':
     update = c.runtime.logical.update_s
-    takes = {
-      loop.UPDATE: update,
-      loop.CRITIC_UPDATE: update,
-      loop.CHECKPOINT: 0.0,
-      loop.SUPERVISED_STEP: 0.0,
-    }
+    quick = (loop.CHECKPOINT, loop.SUPERVISED_STEP, loop.PUBLICATION)
+    takes = {loop.UPDATE: update, loop.CRITIC_UPDATE: update, **dict.fromkeys(quick, 0.0)}
     return LogicalWork(takes, seconds)
 
   async def work(what: str, function: Callable, *args: Any) -> Any:

@@ -29,6 +29,11 @@ class Replayed(NamedTuple):
 def check(parts: build.Parts, workdir: Path) -> None:
   """Raises ValueError if the folder does not hold what a replay needs."""
   config = parts.config
+  moves = workdir / run_workdir.MOVES
+  if moves.exists():
+    raise ValueError(
+      f'{workdir} went on in another way ({moves.read_text().splitlines()[0]}): its parts have other roundings, and no replay has both'
+    )
   next(iter(record.read(workdir)), None)
   source = Path(config.supervised.workdir or workdir)
   needed = run_workdir.saved_config(source).supervised.num_steps

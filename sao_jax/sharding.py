@@ -80,7 +80,8 @@ def spec_of(path: str, shape: Sequence[int], mesh: Mesh, rules: Rules = RULES) -
   for axis, size in zip(axes, shape, strict=False):
     if axis and size % mesh.shape[axis]:
       raise ValueError(
-        f'{path} of shape {tuple(shape)}: {size} is no multiple of mesh.{axis}={mesh.shape[axis]}: choose another mesh'
+        f"{path} of shape {tuple(shape)}: {size} is no multiple of the {mesh.shape[axis]} devices of mesh axis '{axis}': choose another "
+        'size of it'
       )
   return PartitionSpec(*axes)
 

@@ -3,16 +3,19 @@
 import fcntl
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import IO, Any
 
+import jax
 from ml_collections import ConfigDict
 
 from sao_jax import build, checkpoint
 from sao_jax.learner import TrainState
 from sao_jax.report.metrics import read_metrics
 
-# Where and in which pieces a run computes, and not what: a run may go on with others.
+# Where and in which pieces a run computes, and not what: a run may go on with others. What compressed sums owe is owed by each of
+# the mesh.data devices: with them that axis stays.
 PLACEMENT = (
   'mesh',
   'engine.tensor',
@@ -26,6 +29,7 @@ PLACEMENT = (
   'train.micro_rows',
   'train.logprob_chunk',
 )
+MOVES = 'moves.txt'  # of a run that went on with another PLACEMENT, a line each
 # Of the model, what a warm start does not depend on.
 _NOT_ARCHITECTURE = (
   'attention',
@@ -40,6 +44,8 @@ _NOT_ARCHITECTURE = (
 def _without_placement(config: dict[str, Any]) -> dict[str, Any]:
   """A config as JSON has it, without PLACEMENT."""
   kept = {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
+  if kept['train']['compression'] != 'none':
+    kept['debtors'] = kept['mesh']['data']
   for field in PLACEMENT:
     section, _, name = field.partition('.')
     (kept[section] if name else kept).pop(name or section, None)
@@ -52,9 +58,22 @@ def run_id(config: ConfigDict) -> str:
   return hashlib.sha256(json.dumps(essence, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def to_score(config: ConfigDict) -> ConfigDict:
+  """The same run, to use its policy: over the devices that it was trained on where there are as many, or else on one."""
+  needed = math.prod(config.mesh.values())
+  if config.engine.apart:
+    needed += config.engine.tensor * config.engine.expert
+  if jax.device_count() < needed:
+    return on_one_device(config)
+  c = config.copy_and_resolve_references().unlock()
+  c.model.attention = 'xla'  # of the learner
+  return c.lock()
+
+
 def on_one_device(config: ConfigDict) -> ConfigDict:
   """The same run where there is one device, to use its policy."""
   c = config.copy_and_resolve_references().unlock()
+  c.model.attention = 'xla'
   c.mesh.update(dict.fromkeys(c.mesh, 1))
   c.engine.update({'tensor': 1, 'expert': 1, 'apart': False})
   c.train.update({'optimizer_memory': 'device', 'compression': 'none'})
@@ -81,7 +100,7 @@ def check_warm_start(workdir: Path, config: ConfigDict) -> None:
 def claim(workdir: Path, config: ConfigDict) -> IO[str]:
   """Makes the workdir this config's and this process's, as long as the returned file is open.
 
-  A run may go on with another PLACEMENT, which config.json has from then on.
+  A run may go on with another PLACEMENT, which config.json has from then on; MOVES lists what changed.
 
   Raises:
     ValueError: if it belongs to another config, or another process is at work in it; nothing is written then.
@@ -97,6 +116,8 @@ def claim(workdir: Path, config: ConfigDict) -> IO[str]:
       )
     lock = _lock(workdir)
     if theirs != ours:
+      with (workdir / MOVES).open('a') as moves:
+        moves.write(_difference(theirs, ours) + '\n')
       _write(path, ours)
     return lock
   if workdir.exists() and any(workdir.iterdir()):

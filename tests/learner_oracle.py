@@ -120,7 +120,7 @@ def make(numbers=NUMBERS, *, model=TABLE, head=HEAD, objective=None, txs=SGD, fr
   frozen = jax.tree.map(lambda _: False, POLICY), frozen
   made = learner.make_learner(model, head, objective or dis(numbers), *txs, frozen, numbers, ALONE)
   critic = CRITIC if numbers.critic_updates else {}
-  state = learner.init_state({}, *jax.tree.map(jnp.asarray, (POLICY, critic)), *txs, ALONE)
+  state = learner.init_state({}, *jax.tree.map(jnp.asarray, (POLICY, critic)), *txs, errors={})
   return learner.Learner(*(jax.jit(f, compiler_options=quick()) for f in made)), state
 
 

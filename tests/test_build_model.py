@@ -47,11 +47,19 @@ def saved(folder, **changes):
     ({'model__lora_rank': 2}, r'supervised\.num_steps=900.* with model\.lora_rank=2: .* set them to 0'),
     ({'chat__format': 'llama'}, r"chat\.format='llama' must be one of bytes, smollm2, qwen3"),
     ({'chat__format': 'qwen3'}, r"chat\.format='qwen3' needs a tokenizer: name its folder in chat\.tok"),
-    ({'chat__format': 'smollm2', 'chat__tokenizer': 'x'}, r'supervised\.num_steps=900 with chat\.format'),
+    ({'chat__format': 'smollm2', 'chat__tokenizer': 'x'}, r'supervised\.num_steps=900, .* with chat\.format'),
     ({'train__compression': 'int4'}, r"train\.compression='int4' must be one of"),
     ({'train__compression': 'int8'}, r"train\.compression='int8' with mesh\.data=1: .* from 2 to 7 only"),
     ({'train__compression': 'bfloat16', 'mesh__data': 4}, r'mesh\.data=4: .* from 2 to 3 only'),
     ({'train__compression': 'int8', 'mesh__data': 2, 'model__attention': 'chunked'}, r"needs a dense model, model\.att"),
+    ({'chat__system': 'x'}, r"chat\.system='x', chat\.tools=True with chat\.format='bytes'"),
+    ({'chat__tools': False}, r"chat\.tools=False with chat\.format='bytes'"),
+    ({'chat__thinking': 'off'}, r"chat\.thinking='off' is for chat\.format='qwen3', not 'bytes'"),
+    ({'chat__thinking': 'deep'}, r"chat\.thinking='deep' must be one of free, open, off"),
+    ({'chat__format': 'smollm2', 'chat__tokenizer': 'x', 'supervised__num_steps': 0, 'supervised__workdir': 'y'}, r"supervised\.workdir='y'"),
+    ({'model__head_dim': 0}, r'model\.head_dim=0 must be at least 2'),
+    ({'model__rope_theta': 0.0}, r'model\.rope_theta=0\.0 must be a finite number above 0'),
+    ({'model__norm_eps': -1.0}, r'model\.norm_eps=-1\.0 must be a finite number above 0'),
     ({'chat__prefill': 'x'}, r"chat\.prefill='x' is for chat\.format='smollm2', not 'bytes'"),
     ({'engine__expert': 0}, r'engine\.expert=0 must be at least 1'),
     ({'model__attention_chunk': 0}, r'model\.attention_chunk=0 must be at least 1'),
@@ -83,6 +91,24 @@ def test_one_device_has_no_mesh_and_the_vocabulary_may_be_larger():
   assert parts.mesh is None and parts.engine_mesh is None
   assert parts.exported['embed']['embedding'].shape == (SIZE + 9, 16)
   assert model_parts(small()).exported['embed']['embedding'].shape == (SIZE, 16)
+
+
+def test_bytes_are_no_ids_of_a_tokenizer(tmp_path):
+  folder, _ = saved(tmp_path)
+  build.parts(small(model__weights=folder, supervised__num_steps=0))
+  (tmp_path / 'm' / 'tokenizer.json').write_text('{}')
+  with pytest.raises(
+    ValueError, match=r"chat\.format='bytes' with model\.weights=.* tokenizer\.json"
+  ):
+    build.parts(small(model__weights=folder, supervised__num_steps=0))
+
+
+def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(tmp_path):
+  folder, _ = saved(tmp_path)
+  plain = build.parts(small(model__weights=folder))
+  window = build.parts(small(model__weights=folder, model__window=8))
+  told = [' '.join(parts.notes) for parts in (plain, window)]
+  assert 'export.py' not in told[0] and 'export.py will not write this model: window 8' in told[1]
 
 
 def test_weights_of_a_folder_are_loaded_bit_for_bit(tmp_path):
@@ -179,8 +205,26 @@ def test_adapters_stand_on_the_weights_of_a_folder(folder):
   assert not adapters['layers']['mlp']['up']['lora_b'].any()
   assert adapters['layers']['mlp']['up']['lora_a'].all()
   exported = parts.export(types.SimpleNamespace(base=base, policy=adapters))
-  assert_same(exported, whole)
-  assert paths(parts.exported) == paths(whole)
+  assert_same(lora.split(exported)[0], whole)
+  assert paths(parts.exported) == paths(exported)
+
+
+def test_engines_see_adapters_that_bfloat16_kernels_would_not(folder):
+  rough = {'model__dtype': 'bfloat16', 'model__lora_rank': 2, 'supervised__num_steps': 0}
+  parts = model_parts(small(model__weights=folder, **rough))
+  base, adapters = lora.split(parts.init(3))
+  base = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), base)
+  moved = jax.tree.map(lambda x: x + 2e-5, adapters)  # a step of AdamW
+  outputs = []
+  for policy in (adapters, moved):
+    taken = parts.export(types.SimpleNamespace(base=base, policy=policy))
+    sampled = logprobs(parts.engine_model, taken)
+    np.testing.assert_array_equal(sampled, logprobs(parts.model, lora.join(base, policy)))
+    outputs.append(sampled)
+  assert np.abs(outputs[1] - outputs[0]).max() > 0
+  merged = lora.merge(lora.join(base, moved), scale=8.0)['layers']['mlp']['up']['kernel']
+  lost = jnp.bfloat16(merged) == jnp.bfloat16(base['layers']['mlp']['up']['kernel'])
+  assert lost.mean() > 0.5
 
 
 # Groups

@@ -22,7 +22,7 @@ SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
 ADDED = ['<tool_call>', '</tool_call>', '<think>', '</think>', '<tool_response>', '</tool_response>']  # fmt: skip
 MARKERS = SPECIAL + ADDED
 SMOL_SYSTEM = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face'
-QWEN_FORMS = [(thinking, tools) for thinking in (True, False) for tools in (True, False)]
+QWEN_FORMS = [(thinking, tools) for thinking in ('free', 'off') for tools in (True, False)]
 
 BYTES = [char for _, char in sorted(chats._byte_chars().items())]
 
@@ -102,7 +102,7 @@ def test_smollm2_template_by_hand(tiny):
 
 
 def test_qwen3_template_by_hand(tiny):
-  chat = chats.qwen3(tiny, system='', thinking=False, tools=False)
+  chat = chats.qwen3(tiny, system='', thinking='off', tools=False)
   empty = '<think>\n\n</think>\n\n'
   agent = '<|im_start|>assistant\n' + empty
   assert chat.show(chat.prompt_tokens('A')) == f'<|im_start|>user\nA<|im_end|>\n{agent}'
@@ -110,7 +110,16 @@ def test_qwen3_template_by_hand(tiny):
   assert chat.show(chat.result_tokens('B')) == f'\n{result}{agent}'
   markers = chat.result_tokens('B')[~tiny.is_text(chat.result_tokens('B'))]
   assert markers.tolist() == [258, 264, 265, 259, 258, 262, 263]
-  described = chats.qwen3(tiny, system='S', thinking=True, tools=True).prompt_tokens('A')
+  opened = chats.qwen3(tiny, system='', thinking='open', tools=False)
+  agent = '<|im_start|>assistant\n<think>\n'
+  assert opened.show(opened.prompt_tokens('A')) == f'<|im_start|>user\nA<|im_end|>\n{agent}'
+  assert opened.show(opened.result_tokens('B')) == f'\n{result}{agent}'
+  boxed, marker = tiny.encode('\\boxed{8}'), lambda name: [tiny.id_of(name)]
+  done = np.concatenate([boxed, marker('</think>'), boxed, marker('<|im_end|>')])
+  assert opened.parse_action(done) == Answer('8')
+  never = np.concatenate([boxed, marker('<|im_end|>')])  # ended its turn while it was thinking
+  assert opened.parse_action(never) == NoAction() and chat.parse_action(never) == Answer('8')
+  described = chats.qwen3(tiny, system='S', thinking='free', tools=True).prompt_tokens('A')
   assert described[~tiny.is_text(described)].tolist() == [
     *(258, 260, 261, 260, 261, 259),  # the system turn names the pair, and shows it
     *(258, 259, 258),
@@ -239,24 +248,24 @@ def call(code='print(1)', name='python'):
   ],
 )  # fmt: skip
 def test_qwen3_actions(tiny, pieces, expected):
-  chat = chats.qwen3(tiny, system='', thinking=True, tools=True)
+  chat = chats.qwen3(tiny, system='', thinking='free', tools=True)
   turn = ids(tiny, *pieces, '<|im_end|>')
   for action in (chat.parse_action(turn), chat.parse_action(turn[:-1])):
     assert action == expected and type(action) is type(expected)
     expected = NoAction()  # the same turn without its stop token
-  without = chats.qwen3(tiny, system='', thinking=True, tools=False).parse_action(turn)
+  without = chats.qwen3(tiny, system='', thinking='free', tools=False).parse_action(turn)
   assert not isinstance(without, ToolCall)
 
 
 @hypothesis.given(st.text(st.characters(exclude_categories=['Cs']), max_size=40))
 def test_qwen3_calls_round_trip(tiny, code):
-  chat = chats.qwen3(tiny, system='', thinking=True, tools=True)
+  chat = chats.qwen3(tiny, system='', thinking='free', tools=True)
   turn = ids(tiny, '<tool_call>', f'\n{call(code)}\n', '</tool_call>', '<|im_end|>')
   assert chat.parse_action(turn) == ToolCall(code)
 
 
 def test_an_environment_plays_with_it(tiny):
-  chat = chats.qwen3(tiny, system='', thinking=True, tools=True)
+  chat = chats.qwen3(tiny, system='', thinking='free', tools=True)
 
   async def run(code):
     return types.SimpleNamespace(output=f'ran {code}\n</tool_response>', status='ok')
@@ -318,7 +327,7 @@ def test_errors_say_what_to_do(tmp_path):
   plain = good | {'added_tokens': [t for t in good['added_tokens'] if t['content'] in SPECIAL]}
   tokenizer = chats.load_tokenizer(write(tmp_path / 'plain', plain))
   with pytest.raises(ValueError, match=r"no marker '<tool_call>'.*<\|im_end\|>"):
-    chats.qwen3(tokenizer, system='', thinking=True, tools=True)
+    chats.qwen3(tokenizer, system='', thinking='free', tools=True)
 
 
 def real(name):
@@ -385,7 +394,10 @@ CALL = {'function': {'name': 'python', 'arguments': {'code': 'print("é\n<b>")'}
 def test_qwen3_prompts_are_what_transformers_renders(qwen, thinking, tools, system):
   ours, theirs = qwen
   chat = chats.qwen3(ours, system=system, thinking=thinking, tools=tools)
-  settings = {'tools': [chats.PYTHON_TOOL] if tools else None, 'enable_thinking': thinking}
+  settings = {
+    'tools': [chats.PYTHON_TOOL] if tools else None,
+    'enable_thinking': thinking == 'free',
+  }
   for question in QUESTIONS:
     messages = [('system', system, {})] if system else []
     expected = rendered(theirs, *messages, ('user', question, {}), **settings)
@@ -394,7 +406,7 @@ def test_qwen3_prompts_are_what_transformers_renders(qwen, thinking, tools, syst
 
 def test_qwen3_episodes_are_what_transformers_renders(qwen):
   ours, theirs = qwen
-  chat = chats.qwen3(ours, system='', thinking=True, tools=True)
+  chat = chats.qwen3(ours, system='', thinking='free', tools=True)
   arguments = json.dumps(CALL['function']['arguments'], ensure_ascii=False)
   for said in ('', 'Let me see.\n'):
     turn = ids(
@@ -417,7 +429,7 @@ def test_qwen3_episodes_are_what_transformers_renders(qwen):
 def test_where_we_differ_from_qwen3s_template(qwen):
   # That template rewrites history. Once the user speaks again, the thinking of earlier turns is gone:
   ours, theirs = qwen
-  chat = chats.qwen3(ours, system='', thinking=True, tools=False)
+  chat = chats.qwen3(ours, system='', thinking='free', tools=False)
   history = [('user', 'A?', {}), ('assistant', THOUGHT + 'B.', {})]
   thought = ids(ours, '<think>', '\nI run 漢 it.\n', '</think>', '\n\n').tolist()
   said, end = ids(ours, 'B.').tolist(), [chat.stop_token]
@@ -430,7 +442,7 @@ def test_where_we_differ_from_qwen3s_template(qwen):
   assert later[: len(prompt) + len(said) + 1] == [*prompt, *said, *end]
   assert later[len(prompt) + len(said) + 1 :][: len(again)] == again
   # and without thinking, the empty pair that its own prompt ended with is gone after a tool's result.
-  chat = chats.qwen3(ours, system='', thinking=False, tools=False)
+  chat = chats.qwen3(ours, system='', thinking='off', tools=False)
   empty = ids(ours, '<think>', '\n\n', '</think>', '\n\n').tolist()
   ours_whole = [
     *chat.prompt_tokens('A?').tolist(), *said, *end, *chat.result_tokens('D').tolist()

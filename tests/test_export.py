@@ -126,7 +126,14 @@ def test_adapters_are_merged_and_the_tokenizer_comes_along(export, tmp_path):
   c = config(**{**llama, **LORA}, chat__tokenizer=str(tokenizer), model__weights=str(base))
   params = run_of(tmp_path / 'w', c, {2: 7})[2]
   export(workdir=tmp_path / 'w', to=tmp_path / 'new')
-  assert weights.read_config(tmp_path / 'new') == weights.read_config(base)
+  ends = [
+    parts.model.chat.stop_token,
+    CARRIED['eos_token_id'],
+  ]  # what it was trained to stop with, too
+  assert weights.read_config(tmp_path / 'new') == {
+    **weights.read_config(base),
+    'eos_token_id': ends,
+  }
   files = {path.name for path in (tmp_path / 'new').iterdir()}
   copied = {'tokenizer.json', 'tokenizer_config.json'}
   assert files == {'config.json', 'model.safetensors', *copied}

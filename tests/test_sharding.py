@@ -176,7 +176,8 @@ def test_what_does_not_fit_is_refused_by_name():
   with pytest.raises(ValueError, match=r"'data': 2, 'fsdp': 1.* needs 2 devices and there are 1"):
     sharding.make_mesh({'data': 2}, one)
   with pytest.raises(
-    ValueError, match=r'mlp/up/kernel of shape \(2, 6, 12\): 6 is no multiple of mesh\.fsdp=4'
+    ValueError,
+    match=r"mlp/up/kernel of shape \(2, 6, 12\): 6 is no multiple of the 4 devices of mesh axis 'fsdp'",
   ):
     sharding.spec_of('layers/mlp/up/kernel', (2, 6, 12), MESH)
   with pytest.raises(ValueError, match=r'does not fit layers/mlp/up/kernel of shape \(8, 12\)'):

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from sao_jax import learner, sharding
 from sao_jax.build import checks, methods
-from sao_jax.build.model import ModelParts, model_parts, state_shardings
+from sao_jax.build.model import ModelParts, model_parts, not_exportable, state_shardings
 from sao_jax.envs.prompts import (
   FixedPrompts,
   ProceduralPrompts,
@@ -86,13 +86,13 @@ def parts(config: ConfigDict) -> Parts:
     counts = f'{counts}; {words}'
   spread = learner.Spread(mesh=model.mesh, compression=config.train.compression)
 
-  def init_state(base, policy, critic):
-    return learner.init_state(base, policy, critic, policy_tx, critic_tx, spread)
-
   supervised_tx = _supervised_tx(config)
   practice, source, heldout, notes = _prompts(config, model.chat)
   if config.model.lora_rank and config.model.num_experts:
     notes = [*notes, 'WARNING: adapters are on the attention; experts and router do not train']
+  reason = not_exportable(config, model.chat.vocab_size)
+  if config.model.weights and reason:
+    notes = [*notes, f'WARNING: experiments/export.py will not write this model: {reason}']
   limit = min(config.env.max_tokens, LONGEST_DEMONSTRATION)
   if model.mesh is not None:
     limit -= limit % model.mesh.shape['sequence']
@@ -107,9 +107,17 @@ def parts(config: ConfigDict) -> Parts:
     methods.numbers(config),
     spread,
   )
-  state = jax.eval_shape(init_state, base, policy, critic)
+  init_errors = functools.partial(learner.init_errors, policy, critic, (held, frozen), spread)
+  errors = jax.eval_shape(init_errors)
+  fresh = functools.partial(learner.init_state, policy_tx=policy_tx, critic_tx=critic_tx)
+  state = jax.eval_shape(fresh, base, policy, critic, errors=errors)
   if model.mesh is not None:
     state = sharding.with_shardings(state, state_shardings(config, state, model.mesh))
+
+  def init_state(base, policy, critic):
+    where = jax.tree.map(lambda x: x.sharding, state.errors)  # whole they would fit on no device
+    return fresh(base, policy, critic, errors=jax.jit(init_errors, out_shardings=where)())
+
   return Parts(
     config=config,
     model=model,

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from sao_jax import compression, sharding
+from sao_jax import chats, compression, sharding
 from sao_jax.build.methods import OBJECTIVES
 from sao_jax.models import backends, moe
 from sao_jax.runtime import failures
@@ -73,6 +74,7 @@ def _check_ranges(c: ConfigDict) -> None:
     'model.num_layers': 1,
     'model.num_heads': 1,
     'model.num_kv_heads': 1,
+    'model.head_dim': 2,
     'model.mlp_width': 1,
     'model.attention_chunk': 1,
     'model.num_experts': 0,
@@ -99,6 +101,8 @@ def _check_ranges(c: ConfigDict) -> None:
     'env.temperature',
     'evaluation.temperature',
     'sao.alpha',
+    'model.rope_theta',
+    'model.norm_eps',
     'runtime.back_off_s',
     'runtime.breaker_cooldown_s',
     'runtime.stop_timeout_s',
@@ -153,6 +157,7 @@ def _check_choices(c: ConfigDict) -> None:
   """Names of things."""
   _one_of(c, 'sao.objective', OBJECTIVES)
   _one_of(c, 'chat.format', ('bytes', 'smollm2', 'qwen3'))
+  _one_of(c, 'chat.thinking', chats.THINKING)
   _one_of(c, 'model.attention', tuple(backends.BACKENDS))
   _one_of(c, 'model.expert_backend', moe.BACKENDS)
   _one_of(c, 'train.optimizer_memory', ('device', 'pinned_host'))
@@ -228,10 +233,28 @@ def _check_model(c: ConfigDict) -> None:
     raise ValueError(
       f"chat.prefill={c.chat.prefill!r} is for chat.format='smollm2', not {c.chat.format!r}: set it to ''"
     )
-  if c.chat.format != 'bytes' and c.supervised.num_steps:
+  if c.chat.format == 'bytes' and (c.chat.system or not c.chat.tools):
     raise ValueError(
-      f'supervised.num_steps={c.supervised.num_steps} with chat.format={c.chat.format!r}: demonstrations are written in '
-      'bytes; set it to 0'
+      f"chat.system={c.chat.system!r}, chat.tools={c.chat.tools} with chat.format='bytes', which has no system turn and always the "
+      "tool: set them to '' and True"
+    )
+  if c.chat.thinking != 'free' and c.chat.format != 'qwen3':
+    raise ValueError(
+      f"chat.thinking={c.chat.thinking!r} is for chat.format='qwen3', not {c.chat.format!r}: set it to 'free'"
+    )
+  if (
+    c.chat.format == 'bytes'
+    and c.model.weights
+    and Path(c.model.weights, 'tokenizer.json').exists()
+  ):
+    raise ValueError(
+      f"chat.format='bytes' with model.weights={c.model.weights}, a model that reads the ids of its tokenizer.json: set chat.format to "
+      'its format'
+    )
+  if c.chat.format != 'bytes' and (c.supervised.num_steps or c.supervised.workdir):
+    raise ValueError(
+      f'supervised.num_steps={c.supervised.num_steps}, supervised.workdir={c.supervised.workdir!r} with chat.format='
+      f"{c.chat.format!r}: demonstrations are written in bytes; set them to 0 and ''"
     )
   if c.model.lora_rank and (c.supervised.num_steps or c.supervised.workdir):
     raise ValueError(

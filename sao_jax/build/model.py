@@ -22,7 +22,7 @@ from sao_jax.runtime.crew import gathered
 from sao_jax.types import Batch, Model
 
 # Leaves that an engine reads in the compute dtype alone; router and norms are read in float32, tables in that of the head.
-_CAST = r'layers/(attention|mlp)/\w+/(kernel|bias)|layers/moe/(gate|up|down)/kernel'
+_CAST = r'layers/(attention|mlp)/\w+/(kernel|bias|lora_a|lora_b)|layers/moe/(gate|up|down)/kernel'
 _TABLES = r'embed/embedding|unembed/kernel'
 _NOT_OURS = (
   'weights',
@@ -88,7 +88,7 @@ def model_parts(c: ConfigDict) -> ModelParts:
     model = transformer.make(**shape, mesh=mesh)
   except ValueError as error:
     raise ValueError(f'model.{error}') from error
-  engine_model = transformer.make(**{**shape, 'lora_rank': 0}, mesh=engine_mesh)
+  engine_model = transformer.make(**shape, mesh=engine_mesh)
   if c.model.weights:
     _check_weights(c, shape)
   launch = contextlib.nullcontext() if mesh is None else threading.Lock()
@@ -96,7 +96,13 @@ def model_parts(c: ConfigDict) -> ModelParts:
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   exported = jax.eval_shape(functools.partial(_as_exported, c), shapes)
   if engine_mesh is not None:
-    exported = sharding.with_shardings(exported, sharding.tree_shardings(exported, engine_mesh))
+    try:
+      where = sharding.tree_shardings(exported, engine_mesh)
+    except ValueError as error:
+      raise ValueError(
+        f'engine.tensor={c.engine.tensor}, engine.expert={c.engine.expert}: {error}'
+      ) from error
+    exported = sharding.with_shardings(exported, where)
   return ModelParts(
     chat=chat,
     model=model,
@@ -108,6 +114,15 @@ def model_parts(c: ConfigDict) -> ModelParts:
     exported=exported,
     launch=launch,
   )
+
+
+def not_exportable(c: ConfigDict, vocab_size: int) -> str:
+  """Why experiments/export.py cannot write this model; '' if it can."""
+  try:
+    huggingface.config(shape_of(c, vocab_size), 'float32', {})
+  except ValueError as error:
+    return str(error)
+  return ''
 
 
 def shape_of(c: ConfigDict, vocab_size: int) -> dict[str, Any]:
@@ -185,8 +200,7 @@ def _init(c: ConfigDict, shape: dict[str, Any], model: Model, mesh: Mesh | None,
 
 
 def _as_exported(c: ConfigDict, params: Any) -> Any:
-  if c.model.lora_rank:
-    params = lora.merge(params, scale=c.model.lora_alpha / c.model.lora_rank)
+  """Rounded as the learner rounds it. Adapters stay by themselves: added to a kernel in bfloat16 small ones would vanish."""
 
   def cast(keys, x):
     path = sharding.path_of(keys)
@@ -229,10 +243,14 @@ def _export(
 def state_shardings(c: ConfigDict, shapes: TrainState, mesh: Mesh) -> TrainState:
   """Where everything that an update changes lies between updates."""
   shardings = sharding.tree_shardings(shapes.replace(errors={}), mesh)
-  owed = {}
-  if shapes.errors:
-    spec = lambda s: NamedSharding(mesh, PartitionSpec('data', *s.spec))
-    owed = {name: jax.tree.map(spec, getattr(shardings, name)) for name in ('policy', 'critic')}
+
+  def of_error(sharding, error):
+    return None if error is None else NamedSharding(mesh, PartitionSpec('data', *sharding.spec))
+
+  owed = {
+    name: jax.tree.map(of_error, getattr(shardings, name), errors)
+    for name, errors in shapes.errors.items()
+  }
   kind = c.train.optimizer_memory
   opts = {
     name: sharding.tree_shardings(getattr(shapes, name), mesh, memory_kind=kind)

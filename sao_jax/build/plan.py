@@ -82,10 +82,11 @@ def without_files(config: ConfigDict) -> ConfigDict:
       raise ValueError(
         f'model.vocab_size=0 leaves it to the tokenizer: {error}; or give model.vocab_size'
       ) from error
-  c.chat.format, c.chat.system, c.chat.prefill = 'bytes', '', ''
+  c.chat.update({'format': 'bytes', 'system': '', 'prefill': '', 'thinking': 'free', 'tools': True})
   c.model.weights, c.model.upcycle = '', False
   c.data.path = c.data.heldout_path = ''
   c.evaluation.num_problems, c.supervised.num_steps = 1, 0  # made up and looked at for nothing
+  c.supervised.workdir = ''
   if 'cpu' not in backends.BACKENDS[c.model.attention].platforms:
     c.model.attention = 'chunked'
   return c.lock()

@@ -41,7 +41,12 @@ def make_sandbox(config: ConfigDict) -> PythonSandbox:
 
 def programs_of(parts: Parts) -> Programs:
   """The engine's programs, compiled for what `parts.model.export` gives."""
-  c = parts.config
+  c, chat = parts.config, parts.model.chat
+  stops = {chat.stop_token}
+  if c.chat.format != 'bytes':
+    stops.add(
+      chat.pad_token
+    )  # <|endoftext|>, with which base models end: nothing of worth comes after it
   return make_programs(
     parts.model.engine_model,
     parts.model.exported,
@@ -50,7 +55,7 @@ def programs_of(parts: Parts) -> Programs:
     decode_steps=c.engine.decode_steps,
     prefill_rows=c.engine.prefill_rows,
     prefill_buckets=c.engine.prefill_buckets,
-    stop_tokens=(parts.model.chat.stop_token,),
+    stop_tokens=tuple(stops),
     mesh=parts.model.engine_mesh,
     launch=parts.model.launch,
   )

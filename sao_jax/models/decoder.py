@@ -218,21 +218,24 @@ class _Table(nn.Module):
     return self.param(self.leaf, self.initializer, self.sizes, jnp.float32)
 
 
-def _lookup(table, tokens, mesh):
-  """[B, T, D] of [V, D]. Where 'tensor' cuts the table, each device looks up the tokens it has: left to the partitioner, the gather moves
-  the whole table, and aborts the process inside a shard_map over 'data' (jaxlib 0.10).
+def _lookup(table, tokens, mesh, dtype):
+  """[B, T, D] of [V, D]. On a mesh a device looks up what it has, rows of 'tensor' and columns of 'fsdp', for the tokens of all, and
+  hands on what is not its own. No table moves. The partitioner would move it, or end the process inside a shard_map over 'data'
+  (jaxlib 0.10).
   """
   if mesh is None or mesh.size == 1:
-    return jnp.take(table, tokens, axis=0, mode='fill')
+    return jnp.take(table, tokens, axis=0, mode='fill').astype(dtype)
   mesh, axes = sharding.remaining(mesh)
   size = len(table)
 
   def local(table, tokens):
-    table = jax.lax.all_gather(table, 'fsdp', axis=1, tiled=True)
-    index = tokens - jax.lax.axis_index('tensor') * len(table)
+    wanted = jax.lax.all_gather(tokens, 'fsdp', axis=0, tiled=True)
+    index = wanted - jax.lax.axis_index('tensor') * len(table)
     mine = (index >= 0) & (index < len(table))
-    x = jnp.take(table, jnp.where(mine, index, 0), axis=0)
-    x = jax.lax.psum(jnp.where(mine[..., None], x, 0), 'tensor')
+    x = jnp.take(table, jnp.where(mine, index, 0), axis=0).astype(dtype)
+    x = jnp.where(mine[..., None], x, 0)
+    x = jax.lax.all_to_all(x, 'fsdp', split_axis=0, concat_axis=2, tiled=True)
+    x = jax.lax.psum(x, 'tensor')
     return jnp.where(((tokens >= 0) & (tokens < size))[..., None], x, jnp.nan)
 
   rows = sharding.tokens_spec(axes)
@@ -260,7 +263,7 @@ class Decoder(nn.Module):
     shape = self.shape
     embed = nn.initializers.normal(EMBEDDING_STDDEV)
     table = _Table((shape.vocab_size, shape.width), embed, 'embedding', name='embed')()
-    x = _lookup(table, tokens, shape.mesh).astype(shape.dtype)
+    x = _lookup(table, tokens, shape.mesh, shape.dtype)
     x = sharding.constrain(x, shape.mesh)
     if not shape.tied:
       _Table((shape.vocab_size, shape.width), embed, 'kernel', name='unembed')()

@@ -57,7 +57,7 @@ def load(folder: Path | str, like: Any) -> Any:
 
 
 def check(folder: Path | str, like: Any) -> None:
-  """Raises WeightsError as `load` would; reads the headers of the files only."""
+  """Raises WeightsError as `load` would; reads the headers of the files, and of a tied model that has an lm_head the two tables."""
   with contextlib.ExitStack() as stack:
     _matched(folder, like, stack)
 
