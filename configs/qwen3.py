@@ -13,19 +13,19 @@ Each wants the published Hugging Face folder (weights, config.json, tokenizer.js
   frozen backbone                           -      6.4        -
   optimisers of policy and critic         7.6      0.4     14.2
   batch                                   0.0      0.0      0.1
-  engine weights, three copies            4.2     11.4     23.4
-  KV caches of two engines               28.0     28.0     18.0
+  engine weights, three copies            4.2     11.5     23.4
+  KV caches of two engines               28.0     28.0     12.0
   work of the engines                     5.5      5.5     11.5
   an update: state before it              5.3      0.3     10.6
              gradients                    4.4      0.3      7.2
              experts in another layout      -        -      3.4
              activations                  0.3      0.5     13.5
              logits; of 30b, one layer    5.3      4.7     13.0
-  sum                                    65.1     57.8    122.1
+  sum                                    65.1     58.0    116.1
 
 An XLA process takes three quarters of a GPU by default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. What to expect, if it learns as the
 paper's does: BeyondAIME pass@1 from 53 to 75 % for 30b in several hundred updates; for the small ones nobody knows.
-The six slots of 128k tokens that 30b has room for make it slow, and its deadlines long: the rollouts of a real run belong on engines of their own.
+The four slots of 128k tokens that 30b has room for make it slow, and its deadlines long: the rollouts of a real run belong on engines of their own.
 """
 
 import runpy
@@ -120,10 +120,10 @@ def _large(c: ConfigDict) -> None:
   c.train.micro_rows = 8
   c.engine.tensor = 4
   c.engine.expert = 2
-  c.engine.num_slots = 6  # of 128k tokens; real rollouts belong on engines of their own
+  c.engine.num_slots = 4  # of 128k tokens; real rollouts belong on engines of their own
   c.runtime.episode_timeout_s = (
     2 * 86400.0
-  )  # which counts while 250 episodes wait for the six slots
+  )  # which counts while 250 episodes wait for the four slots
   c.runtime.stall_timeout_s = 3 * 86400.0
   c.engine.prefill_rows = 2
   c.engine.prefill_buckets = (256,)

@@ -244,7 +244,8 @@ farthest is {worst[1][0]} on {worst[1][1]} device(s), by {worst[0]:.0%}. *Compil
   only with several minibatches); one layer of the backward pass ({plan.LAYER} times what JAX saves of it without remat); with `fsdp` the gathered kernels of a layer; a chunk of logits four times; in the engine the
   rows of the cache that a prefill copies, scores and logits.
 - **Not counted**: the warm start of the small models that have one; what the *host* holds (with `runtime.record` a digest brings policy and critic there at every update); the allocator's
-  fragments. By default XLA takes three quarters of a GPU: raise XLA_PYTHON_CLIENT_MEM_FRACTION, or plan with that much. A plan that leaves less than 5 % is not safe.
+  fragments. By default XLA takes three quarters of a GPU: raise XLA_PYTHON_CLIENT_MEM_FRACTION, or plan with that much. A plan that leaves less than 5 % on one device, or
+  15 % on a mesh, is not safe: collectives hold what is not counted.
 
 ## Which numbers to trust
 
