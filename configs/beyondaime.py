@@ -68,9 +68,7 @@ def _embedded() -> ConfigDict:
   )
   c.chat.system = ''  # text of the system turn
   c.chat.prefill = ''  # smollm2: what the prompt ends with; {question} stands for the question
-  c.chat.thinking = (
-    'free'  # qwen3: opens <think> itself; 'open': the prompt does; 'off': it is closed at once
-  )
+  c.chat.thinking = 'free'  # qwen3: it opens <think> itself; open: its prompt does; off: empty
   c.chat.tools = True  # whether the agent may call Python; bytes always may
 
   c.model = ConfigDict()

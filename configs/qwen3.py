@@ -121,9 +121,8 @@ def _large(c: ConfigDict) -> None:
   c.engine.tensor = 4
   c.engine.expert = 2
   c.engine.num_slots = 4  # of 128k tokens; real rollouts belong on engines of their own
-  c.runtime.episode_timeout_s = (
-    2 * 86400.0
-  )  # which counts while 250 episodes wait for the four slots
+  # An episode's time counts while it waits for a slot, as 250 others do.
+  c.runtime.episode_timeout_s = 2 * 86400.0
   c.runtime.stall_timeout_s = 3 * 86400.0
   c.engine.prefill_rows = 2
   c.engine.prefill_buckets = (256,)

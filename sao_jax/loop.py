@@ -27,13 +27,8 @@ from sao_jax.runtime.ledger import Ledger, LedgerError
 from sao_jax.runtime.replay import Replayer
 from sao_jax.types import Batch, Engine, Trajectory
 
-UPDATE, CRITIC_UPDATE, SUPERVISED_STEP, CHECKPOINT, PUBLICATION = (
-  'an update',
-  'a critic update',
-  'a warm-start step',
-  'writing a checkpoint',
-  'gathering a policy',
-)
+UPDATE, CRITIC_UPDATE, SUPERVISED_STEP = 'an update', 'a critic update', 'a warm-start step'
+CHECKPOINT, PUBLICATION = 'writing a checkpoint', 'gathering a policy'
 
 
 class Stopped(Exception):
@@ -146,12 +141,10 @@ async def learn(
     raise LedgerError(f'the update of version {version} gave version {int(state.step)}')
   if digest:
     await learning.journal.updated(int(state.step), digest)
-  if (
-    learning.crew.count > 1
-  ):  # a copy on one device is only launched; that of all processes is waited for
+  if learning.crew.count == 1:
+    params = learning.export(state)  # is only launched
+  else:  # gathers it from all processes, and waits for each leaf
     params = await learning.work(PUBLICATION, learning.export, state)
-  else:
-    params = learning.export(state)
   learning.engine.load(params, int(state.step))
   return state, measured
 

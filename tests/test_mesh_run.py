@@ -30,18 +30,22 @@ def cache(tmp_path_factory):
   return str(tmp_path_factory.mktemp('compilation_cache'))
 
 
+def spread(cache, argv):
+  """A command on eight virtual devices."""
+  flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{flags} {DEVICES}'
+  try:
+    return call_command(cache, argv, timeout=800)
+  finally:
+    os.environ['XLA_FLAGS'] = flags
+
+
 @pytest.fixture(scope='module')
 def call(cache):
   """Runs a tiny config; its metrics by update, without clocks."""
-  flags = os.environ.get('XLA_FLAGS', '')
 
   def run(workdir, **changes):
-    os.environ['XLA_FLAGS'] = f'{flags} {DEVICES}'
-    try:
-      argv = command('run.py', *run_flags(workdir, **{**QUICK, **changes}))
-      done = call_command(cache, argv, timeout=800)
-    finally:
-      os.environ['XLA_FLAGS'] = flags
+    done = spread(cache, command('run.py', *run_flags(workdir, **{**QUICK, **changes})))
     assert done.returncode == 0, done.stdout + done.stderr
     steps = changes.get('train__num_steps', QUICK['train__num_steps'])
     check_ledger(workdir, steps=steps)
@@ -61,13 +65,16 @@ def close(first, second):
       np.testing.assert_allclose(value, second[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
-def test_a_run_on_meshes_is_the_run_on_one_device(call, tmp_path):
+def test_a_run_on_meshes_is_the_run_on_one_device(call, cache, tmp_path):
   """The first update, before a token that a rounding decides can make them differ. The engine has devices of its own."""
   mesh = {'mesh__tensor': 2, 'mesh__expert': 2, 'engine__tensor': 2, 'engine__expert': 2}
   alone = call(tmp_path / 'alone', **EXPERTS)
   cut = call(tmp_path / 'cut', **EXPERTS, **mesh, engine__apart=True)
   close(alone[0], cut[0])
   assert cut[0]['moe/load_max'] >= 1
+  argv = command('evaluate.py', f'--workdir={tmp_path / "cut"}', '--samples=1')
+  done = spread(cache, argv)  # over the devices that it was trained on
+  assert '2 problems, 2 episodes, 0 without a verdict, update 2' in done.stdout, done.stderr
 
 
 def test_threads_on_the_same_devices_with_adapters_and_compression(call, cache, tmp_path):
