@@ -5,8 +5,8 @@
   configs/beyondaime.py:paper                                       every number of the paper, with its source; it runs as configs/qwen3.py:30b,
                                                                     which adds weights, chat format and a mesh
 
-The default takes six to seven minutes on two cores, half of them for the warm start; expect held-out pass@1 to rise from about
-0.43 to about 0.92 (0.95, 0.88, 0.93 for the seeds 0, 1, 2), mostly in the first 60 updates, and tool use from one half to all.
+The default takes six to eight minutes on two cores, half of them for the warm start; expect held-out pass@1 to rise from about
+0.43 to about 0.93 (0.94, 0.90, 0.94 for the seeds 0, 1, 2), mostly in the first 60 updates, and tool use from one half to all.
 
 Variants: sao (default), grpo_dis, grpo, vapo, running_mean; paper.
 """
