@@ -19,6 +19,7 @@ from absl import flags
 def main(argv: Sequence[str]) -> None:
   from sao_jax import build, scoring
   from sao_jax import workdir as run_workdir
+  from sao_jax.build import plan as planning
   from sao_jax.envs.prompts import load_problems
 
   with commands.input_errors():
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
       tasks = load_problems(values.problems)
     tasks = tasks[: values.limit]
     build.check_prompts(tasks, config, parts.model.chat)
+    planning.check([planning.of_scoring(parts)], planning.device_memory())
     params, step = run_workdir.saved_policy(parts, workdir, values.step)
     sandbox = build.make_sandbox(config)
     output = open(values.output, 'w') if values.output else None

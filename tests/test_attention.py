@@ -3,9 +3,6 @@
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 
 from sao_jax.models import attention, backends
+from tests.devices import on_eight
 
 # Three segments and padding; one long segment with padding. Positions of padding are anything.
 SEGMENTS = np.array([[1] * 6 + [2] * 2 + [3] * 4 + [0], [1] * 11 + [0] * 2], np.int32)
@@ -407,18 +405,7 @@ def on_devices():
 
 
 def test_rows_over_eight_devices_equal_one():
-  flags = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-  code = 'from tests import test_attention; test_attention.on_devices()'
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    env={**os.environ, 'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=800,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  report = json.loads(done.stdout.splitlines()[-1])
+  report = on_eight('from tests import test_attention; test_attention.on_devices()')
   assert len(report['errors']) == len(MESHES)
   for mesh, errors in zip(MESHES, report['errors'], strict=True):
     assert max(errors) < 1e-5, (mesh, errors)

@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from sao_jax import sharding
 from sao_jax.models.decoder import _lookup
+from tests.devices import on_eight
 
 MESHES = (
   {'fsdp': 8},
@@ -73,17 +71,7 @@ def test_on_meshes_it_is_what_one_device_looks_up():
   gradient = np.zeros((V, D))
   np.add.at(gradient, tokens[known], np.float64(weights[known]))
   alone = outcome(lambda *args: _lookup(*args, None, jnp.float32), table, tokens, weights)
-  flags = '--xla_force_host_platform_device_count=8'
-  done = subprocess.run(
-    [sys.executable, '-c', 'from tests import test_lookup; test_lookup.on_devices()'],
-    env={**os.environ, 'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=800,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  found = json.loads(done.stdout.splitlines()[-1])
+  found = on_eight('from tests import test_lookup; test_lookup.on_devices()')
   assert len(found) == len(MESHES) + 2
   for x, grad in (alone, *found):
     np.testing.assert_array_equal(np.float32(x), want)

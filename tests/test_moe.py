@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 
 from sao_jax.models import grouped, moe, transformer
+from tests.devices import on_eight
 
 N, E, D, F = 7, 4, 5, 3
 NAMES = ('x', 'router', 'gate', 'up', 'down')
@@ -357,16 +355,7 @@ def errors_over_devices():
 
 @pytest.fixture(scope='module')
 def over_devices():
-  env = {
-    **os.environ,
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-  }
-  code = 'from tests import test_moe; test_moe.errors_over_devices()'
-  done = subprocess.run(
-    [sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=800
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout)
+  return on_eight('from tests import test_moe; test_moe.errors_over_devices()')
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(map(str, case)))

@@ -92,6 +92,13 @@ def test_the_largest_moment_counts():
   plan.check([many], 9)
 
 
+def test_a_score_needs_no_optimiser_and_no_critic():
+  held = plan.of_scoring(build.parts(config())).held
+  assert held['policy parameters'] == held['engine weights'] == 4 * PARAMETERS
+  assert held['KV caches'] == CACHES and held['frozen backbone'] == 0
+  assert not {name for name in held if 'critic' in name or 'optimiser' in name}
+
+
 def test_refusal_names_what_is_largest_and_what_helps():
   plans = plan.of_config(config(engine__num_slots=4096))
   with pytest.raises(
@@ -201,7 +208,7 @@ def test_the_command_refuses_with_exit_code_2(on_a_mesh):
   assert 'sum' in done['out'] and 'fits' not in done['out']
   last = done['err'].splitlines()[-1]
   assert last.startswith(
-    'error: the run needs 0.12 GiB of a device, 0.07 GiB more than its 0.05 GiB'
+    'error: this needs 0.12 GiB of a device, 0.07 GiB more than its 0.05 GiB'
   )
   assert 'the largest part is activations, 0.07 GiB' in last and 'model.remat' in last
 

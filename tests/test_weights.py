@@ -1,9 +1,6 @@
 """Hugging Face folders, written by hand: layout by loops, round trips by bits, what is refused, parts of a mesh."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 from sao_jax.models import huggingface, weights
+from tests.devices import on_eight
 
 BASE = {
   'vocab_size': 11,
@@ -335,19 +333,7 @@ def test_every_device_reads_its_own_part(tmp_path):
       tensors[name] = np.vstack([tensors[name], tensors[name][:1]])
     sources[kind] = tensors
     folder_of(tmp_path / kind, tensors)
-  done = subprocess.run(
-    [sys.executable, '-c', MESH, str(tmp_path)],
-    env={
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': str(Path(__file__).parents[1]),
-    },
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
-  report = json.loads(done.stdout)
+  report = on_eight(MESH, str(tmp_path))
   for kind, (same, right, parts) in report.items():
     assert same and right
     assert parts['embed/embedding'] == [1 / 4] * 4

@@ -136,7 +136,7 @@ def check(plans: list[Plan], memory: int) -> None:
     return
   name, size = max(plan.peak.items(), key=lambda item: item[1])
   raise ValueError(
-    f'the run needs {plan.total / GIB:.2f} GiB of a device, {(plan.total - memory) / GIB:.2f} GiB more than its '
+    f'this needs {plan.total / GIB:.2f} GiB of a device, {(plan.total - memory) / GIB:.2f} GiB more than its '
     f'{memory / GIB:.2f} GiB; the largest part is {name}, {size / GIB:.2f} GiB: {REMEDIES[name]}'
   )
 
@@ -192,6 +192,13 @@ def of_engine(made: Parts) -> Plan:
     'work of the engines': max(decode, prefill),  # programs of one device take turns
   }
   return Plan(held, {}, {'new engine weights': weights + _bytes(_still_here(made))})
+
+
+def of_scoring(made: Parts) -> Plan:
+  """Of a device that scores a checkpoint: the policy as it was saved, one copy of it for both engines, and those."""
+  saved, engine = of_learner(made).held, of_engine(made).held
+  policy = {name: saved[name] for name in ('frozen backbone', 'policy parameters')}
+  return Plan({**policy, **engine, 'engine weights': engine['engine weights'] // 3}, {}, {})
 
 
 def batch_rows(c: ConfigDict) -> int:
