@@ -207,9 +207,7 @@ def test_the_command_refuses_with_exit_code_2(on_a_mesh):
   assert done['code'] == 2, done
   assert 'sum' in done['out'] and 'fits' not in done['out']
   last = done['err'].splitlines()[-1]
-  assert last.startswith(
-    'error: this needs 0.12 GiB of a device, 0.07 GiB more than its 0.05 GiB'
-  )
+  assert last.startswith('error: this needs 0.12 GiB of a device, 0.07 GiB more than its 0.05 GiB')
   assert 'the largest part is activations, 0.07 GiB' in last and 'model.remat' in last
 
 

@@ -39,8 +39,17 @@ def run(*codes, isolation='auto', **changes):
   return asyncio.run(calls())
 
 
+EARLIER = set()  # processes below this one that are not of these tests
+
+
+@pytest.fixture(scope='module', autouse=True)
+def earlier():
+  """Another file of this process may have a sandbox that lives on."""
+  EARLIER.update(descendants(os.getpid()))
+
+
 def descendants(root):
-  """{pid: state} of the living and the zombies below `root`."""
+  """{pid: state} of the living and the zombies below `root`, but for EARLIER."""
   parents, states = {}, {}
   for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
     try:
@@ -51,7 +60,7 @@ def descendants(root):
   found, frontier = {}, [root]
   while frontier:
     above = frontier.pop()
-    below = [pid for pid, ppid in parents.items() if ppid == above]
+    below = [pid for pid, ppid in parents.items() if ppid == above and pid not in EARLIER]
     found |= {pid: states[pid] for pid in below}
     frontier += below
   return found
